@@ -1,0 +1,202 @@
+"""What the front asks of a backend: the problems, and the protocol that a backend implements.
+
+The public names normalise to a few primitives. Each has a frozen problem below: everything about a call that
+is not the contents of its tensors. A backend turns a problem into a plan, a function of the primitive's
+tensors, and the front keeps the plan for as long as the same shapes, strides, dtypes and settings come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from .layout import ScaleFormat
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Whether something can be used here; ``reason`` says why not, ``remedy`` what mends it."""
+
+    ok: bool
+    reason: str = ""
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What code runs on: ``arch`` is ``cpu``, ``sm90a``, ``gfx938`` and so on; ``processors`` its SMs, CUs or
+    cores."""
+
+    arch: str
+    processors: int
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """``D = C + A @ B.T``. Tensors: a, sfa, b, sfb, d, c, layout (None where the call has none).
+
+    grouping:
+        ``dense``       a[M, K], b[N, K], d[M, N]
+        ``batched``     a[G, M, K], b[G, N, K], d[G, M, N]
+        ``batch_sum``   a[G, M, K], b[G, N, K], d[M, N]: the sum over G
+        ``contiguous``  a[M, K], b[G, N, K], d[M, N]; layout[M] is each row's group, negative for a pad row
+        ``psum``        the same; layout[G] is each group's end row, the next starts at its end, aligned
+        ``masked``      a[G, M, K], b[G, N, K], d[G, M, N]; layout[G] counts each group's valid rows
+    """
+
+    op: str
+    grouping: str
+    m: int
+    n: int
+    k: int
+    groups: int = 1
+    sfa: ScaleFormat | None = None
+    sfb: ScaleFormat | None = None
+    accumulate: bool = False
+    in_place: bool = False
+    alignment: int = 0
+    zero_padding: bool = False
+    expected_m: int = 0
+    head_splits: tuple[int, int, int] | None = None
+
+
+@dataclass(frozen=True)
+class KGrouped:
+    """``D[g] = C[g] + A_g @ B_g.T``, groups along K. Tensors: a, sfa, b, sfb, d, c, layout.
+
+    ``k_major``: a and b are flat, one contiguous ``[M, K_g]`` (``[N, K_g]``) block after another; otherwise
+    they are ``[sum_k, M]`` and ``[sum_k, N]``. Scales are ``[mn, blocks]``, each group's
+    ``cdiv(K_g, gran_k)`` blocks after the last group's (packed: words of four blocks; psum: at the group's
+    start divided by the granularity). ``ks`` are the sizes where the host knows them; otherwise ``layout``
+    holds them on the device (psum: the group's end rows).
+    """
+
+    op: str
+    m: int
+    n: int
+    sum_k: int
+    groups: int
+    k_major: bool
+    ks: tuple[int, ...] | None
+    psum: bool = False
+    alignment: int = 128
+    sf: ScaleFormat | None = None
+    accumulate: bool = False
+    in_place: bool = False
+
+
+@dataclass(frozen=True)
+class MqaLogits:
+    """Weighted-ReLU logits. Tensors: q, q_sf, kv, kv_sf, weights, cu_seq_len_k_start, cu_seq_len_k_end ->
+    logits.
+
+    ``columns`` is S_kv, or ``max_seqlen_k`` where ``compressed``: column j of row i then is key
+    ``start[i] + j``.
+    """
+
+    op: str
+    rows: int
+    keys: int
+    heads: int
+    head_dim: int
+    columns: int
+    compressed: bool
+    clean: bool
+    fp4: bool
+    out_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class PagedMqaLogits:
+    """The same over a paged cache. Tensors: q, q_sf, kv_cache, weights, context_lens, block_table,
+    schedule_meta, indices -> logits ``[batch * next_n, columns]``."""
+
+    op: str
+    batch: int
+    next_n: int
+    heads: int
+    head_dim: int
+    pages: int
+    page_size: int
+    columns: int
+    clean: bool
+    fp4: bool
+    out_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class PagedMetadata:
+    """The work split of the paged logits. Tensors: context_lens, indices -> int32 ``[num_sms + 1, 2]``."""
+
+    op: str
+    batch: int
+    next_n: int
+    page_size: int
+    num_sms: int
+
+
+@dataclass(frozen=True)
+class HcPrenorm:
+    """``d = a @ b.T`` in TF32 and ``sqr_sum[m] = sum a[m]^2``, in ``splits`` parts (0: no axis of parts).
+
+    Tensors: a, b, d, sqr_sum."""
+
+    op: str
+    m: int
+    n: int
+    k: int
+    splits: int
+
+
+@dataclass(frozen=True)
+class SfTransform:
+    """A change of scale-factor layout. ``kind``: ``mn_major``, ``pack`` or ``pack_k_grouped``. Tensors: sf,
+    layout."""
+
+    op: str
+    kind: str
+    gran_k: int = 128
+    alignment: int = 128
+    psum: bool = False
+    ks: tuple[int, ...] | None = None
+
+
+Problem = Gemm | KGrouped | MqaLogits | PagedMqaLogits | PagedMetadata | HcPrenorm | SfTransform
+PROBLEMS: tuple[type, ...] = get_args(Problem)
+
+# A plan takes the primitive's tensors, in the order that the problem's docstring gives.
+Plan = Callable[..., Any]
+
+
+class Backend(Protocol):
+    """What a backend module exposes as ``BACKEND``; a third party registers one under the entry-point group
+    ``dg_core.backends`` and changes nothing here."""
+
+    name: str
+
+    def available(self, device: torch.device | None = None) -> Availability:
+        """Whether the backend can run here at all, or on ``device`` (its architecture included)."""
+        ...
+
+    def supports(self, problem: type, op: str, arch: str | None = None) -> Availability:
+        """Whether the backend has this primitive for this operation on ``arch`` (default: the one at
+        hand)."""
+        ...
+
+    def target(self, device: torch.device) -> Target:
+        """What the backend would run on for tensors of ``device``."""
+        ...
+
+    def plan(self, problem: Problem, tensors: tuple[Tensor | None, ...]) -> Plan:
+        """A function that solves ``problem`` for tensors with these shapes, strides, dtypes and
+        alignments."""
+        ...
+
+    def explain(self, problem: Problem, arch: str | None = None) -> str:
+        """A few lines on what would run, and why."""
+        ...

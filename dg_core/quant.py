@@ -1,0 +1,211 @@
+"""Casts to FP8 and FP4 with their scale factors, in plain torch.
+
+Every cast takes ``amax = max(|x|)`` over the elements that share a scale, clamped to at least 1e-4, and the
+scale ``sf = amax / 448`` (e4m3fn) or ``amax / 6`` (e2m1). With ``use_ue8m0`` it is rounded up to a power of
+two. FP8 rounds to nearest even and saturates; FP4 rounds midpoints towards zero and never gives a negative
+zero.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .errors import ArgumentError, DTypeError, ShapeError
+from .layout import (
+    FP4_MAX,
+    FP8_MAX,
+    PACKED_FP4,
+    align,
+    ceil_div,
+    ceil_to_ue8m0,
+    dtype_name,
+    pack_scales,
+    unpack_ue8m0_from_int,
+)
+
+AMAX_FLOOR = 1e-4
+# Halfway between the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6 of codes 0..7.
+FP4_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+
+
+def _check_matrix(op: str, x: Tensor, gran_k: int) -> None:
+    if gran_k < 1:
+        raise ArgumentError(f"{op}: gran_k is {gran_k}; it must be at least 1")
+    if x.dim() != 2:
+        raise ShapeError(f"{op}: x has shape {tuple(x.shape)}; it must have 2 axes")
+    if not x.dtype.is_floating_point:
+        raise DTypeError(f"{op}: x has dtype {dtype_name(x.dtype)}; it must be a floating-point type")
+
+
+def _scale(amax: Tensor, limit: float, use_ue8m0: bool) -> Tensor:
+    # A product with the float32 reciprocal, not a division: it is what a GPU computes for a division by a
+    # constant, and so the scales agree bit for bit with those of the public library whatever device casts.
+    sf = amax.clamp(AMAX_FLOOR) * (1.0 / limit)
+    return ceil_to_ue8m0(sf) if use_ue8m0 else sf
+
+
+def _to_fp8(x: Tensor, sf: Tensor) -> Tensor:
+    return (x * (1.0 / sf)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
+
+def _pad(x: Tensor, rows: int, columns: int) -> Tensor:
+    """``x`` in float32, zero-padded to multiples of ``rows`` x ``columns``."""
+    m, n = x.shape
+    # Not torch.nn.functional.pad: torch 2.9 refuses empty tensors there.
+    padded = torch.zeros(align(m, rows), align(n, columns), dtype=torch.float32, device=x.device)
+    padded[:m, :n] = x
+    return padded
+
+
+def _check_packing(op: str, use_ue8m0: bool, use_packed_ue8m0: bool) -> None:
+    if use_packed_ue8m0 and not use_ue8m0:
+        raise ArgumentError(f"{op}: use_packed_ue8m0 is True but use_ue8m0 is False; packed scales are UE8M0")
+
+
+def per_token_cast_to_fp8(
+    x: Tensor, use_ue8m0: bool, gran_k: int = 128, use_packed_ue8m0: bool = False
+) -> tuple[Tensor, Tensor]:
+    """``x`` ``[m, k]`` -> e4m3fn ``[m, k]`` and one scale for every ``gran_k`` columns of a row.
+
+    Returns:
+        The values and the scales, float32 ``[m, cdiv(k, gran_k)]``, or int32 ``[m, cdiv(k, 4 * gran_k)]``
+        when packed.
+
+    Raises:
+        ShapeError, DTypeError: ``x`` is not a floating-point matrix.
+        ArgumentError: packed scales are asked for without ``use_ue8m0``.
+    """
+    op = "per_token_cast_to_fp8"
+    _check_matrix(op, x, gran_k)
+    _check_packing(op, use_ue8m0, use_packed_ue8m0)
+    m, k = x.shape
+    blocks = _pad(x, 1, gran_k).view(m, ceil_div(k, gran_k), gran_k)
+    sf = _scale(blocks.abs().amax(2), FP8_MAX, use_ue8m0)
+    values = _to_fp8(blocks, sf.unsqueeze(2)).flatten(1)[:, :k].contiguous()
+    return values, pack_scales(op, sf) if use_packed_ue8m0 else sf
+
+
+def per_channel_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = 128) -> tuple[Tensor, Tensor]:
+    """``x`` ``[k, n]`` -> e4m3fn ``[k, n]`` and float32 scales ``[k / gran_k, n]``: K runs along the rows.
+
+    Raises:
+        ShapeError: the number of rows is not a multiple of ``gran_k``.
+    """
+    op = "per_channel_cast_to_fp8"
+    _check_matrix(op, x, gran_k)
+    k, n = x.shape
+    if k % gran_k:
+        raise ShapeError(
+            f"{op}: x has shape {(k, n)}; axis 0 is {k} but must be a multiple of gran_k = {gran_k}"
+        )
+    blocks = x.float().reshape(k // gran_k, gran_k, n)
+    sf = _scale(blocks.abs().amax(1), FP8_MAX, use_ue8m0)
+    return _to_fp8(blocks, sf.unsqueeze(1)).view(k, n), sf
+
+
+def per_block_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = 128) -> tuple[Tensor, Tensor]:
+    """``x`` ``[n, k]`` -> e4m3fn ``[n, k]`` and float32 scales ``[cdiv(n, gran_k), cdiv(k, gran_k)]``."""
+    _check_matrix("per_block_cast_to_fp8", x, gran_k)
+    n, k = x.shape
+    padded = _pad(x, gran_k, gran_k)
+    tiles = padded.view(ceil_div(n, gran_k), gran_k, ceil_div(k, gran_k), gran_k)
+    sf = _scale(tiles.abs().amax((1, 3)), FP8_MAX, use_ue8m0)
+    values = _to_fp8(tiles, sf[:, None, :, None]).view_as(padded)[:n, :k].contiguous()
+    return values, sf
+
+
+def per_custom_dims_cast_to_fp8(x: Tensor, dims: tuple[int, ...], use_ue8m0: bool) -> tuple[Tensor, Tensor]:
+    """``x`` -> e4m3fn of the same shape and one float32 scale for each index along ``dims``.
+
+    Returns:
+        The values, and the scales with the axes of ``dims`` only (the others are reduced away).
+    """
+    kept = {d % x.dim() for d in dims}
+    reduced = tuple(d for d in range(x.dim()) if d not in kept)
+    values = x.float()
+    amax = values.abs()
+    if values.numel() == 0:  # amax refuses an empty axis
+        amax = values.new_zeros([size if d in kept else 1 for d, size in enumerate(x.shape)])
+    elif reduced:
+        amax = amax.amax(reduced, keepdim=True)
+    sf = _scale(amax, FP8_MAX, use_ue8m0)
+    return _to_fp8(values, sf), sf.squeeze(reduced)
+
+
+# FP4 --------------------------------------------------------------------------------------------------------
+
+
+def quantise_fp4(x: Tensor) -> Tensor:
+    """float32 values -> e2m1 codes 0..15 (uint8): sign in bit 3, midpoints round towards zero, no negative
+    zero."""
+    magnitude, code = x.abs(), torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
+    for midpoint in FP4_MIDPOINTS:
+        code += magnitude > midpoint
+    return torch.where((x < 0) & (code != 0), code | 8, code)
+
+
+def dequantise_fp4(codes: Tensor) -> Tensor:
+    """e2m1 codes 0..15 (uint8) -> float32: a sign, two bits of exponent, and one of mantissa."""
+    # In halves, so in integers, and without a table: none can be sent to a device while a graph is captured.
+    exponent, mantissa = (codes >> 1) & 3, codes & 1
+    halves = torch.where(exponent == 0, mantissa, ((mantissa | 2) << exponent) >> 1)
+    magnitude = halves.to(torch.float32).mul_(0.5)
+    return torch.where(codes >= 8, -magnitude, magnitude)
+
+
+def pack_fp4(codes: Tensor) -> Tensor:
+    """Codes ``[.., 2 n]`` (uint8) -> int8 ``[.., n]``, the even element in the low nibble."""
+    return (codes[..., 0::2] | (codes[..., 1::2] << 4)).view(PACKED_FP4)
+
+
+def unpack_fp4(packed: Tensor) -> Tensor:
+    """int8 ``[.., n]`` -> codes ``[.., 2 n]`` (uint8) along the last axis, low nibble first."""
+    raw = packed.contiguous().view(torch.uint8)
+    return torch.stack((raw & 0xF, raw >> 4), dim=-1).flatten(-2)
+
+
+def per_token_cast_to_fp4(
+    x: Tensor, use_ue8m0: bool, gran_k: int = 128, use_packed_ue8m0: bool = False
+) -> tuple[Tensor, Tensor]:
+    """``x`` ``[m, k]`` -> packed e2m1 int8 ``[m, k / 2]`` and one scale for every ``gran_k`` columns of a
+    row.
+
+    Raises:
+        ShapeError: ``k`` is odd.
+        ArgumentError: packed scales are asked for without ``use_ue8m0``.
+    """
+    op = "per_token_cast_to_fp4"
+    _check_matrix(op, x, gran_k)
+    _check_packing(op, use_ue8m0, use_packed_ue8m0)
+    m, k = x.shape
+    if k % 2:
+        raise ShapeError(
+            f"{op}: x has shape {(m, k)}; axis 1 is {k} but two values share a byte, so it must be even"
+        )
+    blocks = _pad(x, 1, gran_k).view(m, ceil_div(k, gran_k), gran_k)
+    sf = _scale(blocks.abs().amax(2), FP4_MAX, use_ue8m0)
+    codes = quantise_fp4(blocks * (1.0 / sf.unsqueeze(2))).flatten(1)[:, :k]
+    return pack_fp4(codes), pack_scales(op, sf) if use_packed_ue8m0 else sf
+
+
+def transpose_packed_fp4(a: Tensor) -> Tensor:
+    """Packed e2m1 ``[m, n / 2]`` -> packed e2m1 of the transpose, ``[n, m / 2]``.
+
+    Raises:
+        ShapeError: ``a`` is not a matrix, or has an odd number of rows.
+    """
+    if a.dim() != 2 or a.shape[0] % 2:
+        raise ShapeError(
+            f"transpose_packed_fp4: a has shape {tuple(a.shape)}; it must be a matrix of even height"
+        )
+    return pack_fp4(unpack_fp4(a).t().contiguous())
+
+
+def cast_back_from_fp4(
+    packed: Tensor, sf: Tensor, gran_k: int = 128, use_packed_ue8m0: bool = False
+) -> Tensor:
+    """Packed e2m1 ``[m, k / 2]`` and its scales -> float32 ``[m, k]``."""
+    values = dequantise_fp4(unpack_fp4(packed))
+    scales = unpack_ue8m0_from_int(sf) if use_packed_ue8m0 else sf
+    return values * scales.repeat_interleave(gran_k, dim=1)[:, : values.shape[1]]
