@@ -1,0 +1,3 @@
+"""``deep_gemm.testing.utils``."""
+
+from dg_core.testing.conditions import *  # noqa: F403
