@@ -1,0 +1,202 @@
+"""``dg-core explain``: what one call would run, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import textwrap
+from typing import Any
+
+import click
+import torch
+
+from .. import ops
+from ..backend import Availability
+from ..dispatch import candidates, default_device, load_backend, probe, requested_backend
+from ..doctor.text import WIDTH
+from ..errors import BackendUnavailable
+from ..layout import ScaleFormat, dtype_name
+from . import CUDA_ENGINE_MISSING, calls, terminal
+
+# The backend written for an architecture, by the start of its name. Any other is left to the reference.
+_MADE_FOR = {"sm": "cuda", "gfx": "hip"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Which backend a call would get on an architecture, and why those before it would not."""
+
+    arch: str
+    at_hand: bool
+    backend: str
+    words: str
+    passed_over: dict[str, str]
+
+
+def _arch_at_hand() -> tuple[str, torch.device]:
+    """The architecture of the default device, whichever backend can name it."""
+    device = default_device()
+    for name in candidates(device):
+        try:
+            return load_backend(name).target(device).arch, device
+        except BackendUnavailable:
+            continue
+    return device.type, device
+
+
+def choose_for(call: calls.Call, arch: str | None) -> Choice:
+    """Walk the backends in dispatch's order until one has the operation."""
+    here, device = _arch_at_hand()
+    at_hand = arch is None or arch == here
+    arch = here if arch is None else arch
+    asked = requested_backend()
+    if asked != "auto":
+        order: tuple[str, ...] = (asked,)
+    elif at_hand:
+        order = candidates(device)
+    else:
+        order = (*(name for start, name in _MADE_FOR.items() if arch.startswith(start)), "reference")
+    passed_over: dict[str, str] = {}
+    for name in order:
+        state = probe(name, device) if at_hand else _elsewhere(name, arch)
+        if not state.ok:
+            passed_over[name] = state.reason
+            continue
+        backend = load_backend(name)
+        has = backend.supports(type(call.problem), call.op.name, arch)
+        if has.ok:
+            words = backend.explain(call.problem, arch).replace(str(call.problem), "the problem above")
+            return Choice(arch, at_hand, name, words, passed_over)
+        words = f"the call raises UnsupportedError: the {name} backend runs there and lacks it ({has.reason})"
+        return Choice(arch, at_hand, "", words, passed_over)
+    return Choice(arch, at_hand, "", "no backend would run it", passed_over)
+
+
+def _elsewhere(name: str, arch: str) -> Availability:
+    """Whether a backend has anything at all for an architecture that is not the one at hand."""
+    reason = ""
+    try:
+        backend = load_backend(name)
+        for op in ops.TABLE.values():
+            state = backend.supports(calls.problem_type(op), op.name, arch)
+            if state.ok:
+                return state
+            reason = reason or state.reason
+    except BackendUnavailable as error:
+        reason = str(error)
+    return Availability(False, reason)
+
+
+def _facts(call: calls.Call) -> dict[str, str]:
+    """The fields of the problem that differ from their defaults, as words."""
+    facts = {}
+    for each in dataclasses.fields(call.problem):
+        value = getattr(call.problem, each.name)
+        if each.name == "op" or value == each.default:
+            continue
+        facts[each.name] = dtype_name(value) if isinstance(value, torch.dtype) else str(value)
+    return facts
+
+
+def _sizes(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, int]:
+    found = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not value.isdigit():
+            raise click.BadParameter(f"{text!r} is not NAME=NUMBER")
+        found[name.strip().upper()] = int(value)
+    return found
+
+
+@click.command("explain")
+@click.argument("op")
+@click.option("--m", type=int, help="Rows of A and D (of each group, where groups are along K or masked).")
+@click.option("--n", type=int, help="Rows of B, columns of D.")
+@click.option("--k", type=int, help="The contracted size (of each group, where groups are along K).")
+@click.option("--groups", type=int, help="Number of groups, or of matrices in a batch.")
+@click.option(
+    "--size", "more", multiple=True, callback=_sizes, metavar="NAME=NUMBER", help="Any other size; repeat."
+)
+@click.option(
+    "--scales",
+    type=click.Choice(list(calls.SCALES)),
+    default="block",
+    show_default=True,
+    help="Scale family.",
+)
+@click.option("--expr", help="Expression of einsum and fp8_einsum, such as 'bhr,hdr->bhd'.")
+@click.option("--arch", help="sm90a, sm100a, gfx938, cpu ...; that of the device at hand if left out.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    op: str, m: int | None, n: int | None, k: int | None, groups: int | None, more: dict[str, int], scales:
+    str, expr: str | None, arch: str | None, as_json: bool,
+) -> None:  # fmt: skip
+    """What a call of OP would run, on which backend, and why; the problem it normalises to, and its cost.
+
+    Sizes that are not given have defaults, which the output shows. Nothing is computed.
+    """
+    operation = calls.find(op, expr)
+    named = {
+        name: value for name, value in (("M", m), ("N", n), ("K", k), ("G", groups)) if value is not None
+    }
+    call = calls.make_call(operation, {**named, **more}, scales)
+    choice = choose_for(call, arch)
+    if as_json:
+        click.echo(json.dumps(_as_json(call, choice), indent=2))
+    else:
+        _show(call, choice)
+    if not choice.backend:
+        raise click.exceptions.Exit(1)
+
+
+def _tensors(call: calls.Call) -> dict[str, Any]:
+    return {
+        arg.name: {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype)}
+        for arg, tensor in zip(call.op.args, call.tensors, strict=True)
+        if tensor is not None
+    }
+
+
+def _as_json(call: calls.Call, choice: Choice) -> dict[str, Any]:
+    return {
+        "op": call.op.name, "sizes": dict(call.sizes), "tensors": _tensors(call),
+        "problem": {"kind": type(call.problem).__name__, **_facts(call)},
+        "cost": dataclasses.asdict(call.cost), "choice": dataclasses.asdict(choice),
+    }  # fmt: skip
+
+
+def _show(call: calls.Call, choice: Choice) -> None:
+    click.echo(f"{call.op.name}  {calls.dims_text(call.sizes)}")
+    click.echo(textwrap.fill(call.op.words, WIDTH, initial_indent="  ", subsequent_indent="  "))
+    shown = terminal.table("", "", "", grow="")
+    shown.show_header = False
+    for name, tensor in _tensors(call).items():
+        arg = call.op.args[call.op.positions[name]]
+        role = "written" if arg.out else f"scales of {arg.scale_of}" if arg.scale_of else ""
+        shown.add_row(f"  {name}", f"{tuple(tensor['shape'])} {tensor['dtype']}", role)
+    terminal.show(shown)
+    formats = {name: getattr(call.problem, name, None) for name in ("sfa", "sfb", "sf")}
+    families = {
+        name: f"{fmt.family} ({fmt})" for name, fmt in formats.items() if isinstance(fmt, ScaleFormat)
+    }
+    facts = ", ".join(f"{name} {value}" for name, value in _facts(call).items() if name not in families)
+    lines = {"problem": f"{type(call.problem).__name__}: {facts}"}
+    if families:
+        lines["scales"] = ", ".join(f"{name} {words}" for name, words in families.items())
+    lines["cost"] = _cost(call)
+    lines["arch"] = choice.arch + ("" if choice.at_hand else ", which is not the one at hand")
+    lines["backend"] = f"{choice.backend}: {choice.words}" if choice.backend else choice.words
+    for name, reason in choice.passed_over.items():
+        engine = f" (this {CUDA_ENGINE_MISSING})" if name == "cuda" and choice.arch.startswith("sm") else ""
+        lines[f"not {name}"] = reason + engine
+    for label, words in lines.items():
+        click.echo(terminal.labelled(label, words))
+
+
+def _cost(call: calls.Call) -> str:
+    work = call.cost
+    words = f"{terminal.bytes_text(work.bytes)} through memory at least"
+    if not work.flops:
+        return words
+    intensity = terminal.number(work.flops / max(work.bytes, 1))
+    return f"{terminal.number(work.flops / 1e9)} GFLOP, {words}, {intensity} FLOP a byte"
