@@ -1,0 +1,1 @@
+"""Tests of dg_core. A package, so that test modules can share helpers by relative imports."""

@@ -1,0 +1,405 @@
+"""The command line: help, ops, explain, precompile, cache; what it says when a package is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dg_core import cache, cli, config, dispatch, ops, samples
+from dg_core.__main__ import main
+from dg_core.backend import Availability, Target
+from dg_core.commands import calls
+from dg_core.commands.ops import ARCHS, support
+from dg_core.errors import ArgumentError
+
+ROOT = Path(__file__).resolve().parent.parent
+WIDTH = 100
+
+
+@pytest.fixture(autouse=True)
+def fresh_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("DG_BACKEND", raising=False)
+    config.reload()
+    yield
+    monkeypatch.undo()
+    config.reload()
+
+
+def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+# The group --------------------------------------------------------------------------------------------------
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(re.search(rf"^  {name} ", text, re.M) for name in cli.COMMANDS)
+    modules = {path.stem for path in (ROOT / "dg_core" / "commands").glob("*.py")}
+    assert set(cli.COMMANDS) - {"doctor"} <= modules
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if name == "doctor":
+        with pytest.raises(SystemExit, match="0"):  # argparse ends the process by itself
+            main([name, "--help"])
+    else:
+        assert main([name, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.lower().startswith(f"usage: dg-core {name}")
+    assert max(map(len, text.splitlines())) <= WIDTH
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = "import sys; from dg_core.__main__ import main; main(['--help']); sys.exit('torch' in sys.modules)"
+    assert run_python(code).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"), [(["--version"], 0), (["nonsense"], 2), (["ops", "--nonsense"], 2)]
+)
+def test_exit_status(arguments: list[str], status: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == status
+
+
+WITHOUT = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == sys.argv[1]:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Refuse())
+from dg_core.__main__ import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "arguments", "remedy"),
+    [
+        ("click", ["ops"], "pip install 'dg_core[cli]'"),
+        ("rich", ["ops"], "pip install 'dg_core[cli]'"),
+        ("torch", ["explain", "fp8_gemm_nt"], "pip install 'torch>=2.9'"),
+        ("matplotlib", ["bench", "--plot", "x.png"], "pip install 'dg_core[bench]'"),
+    ],
+)
+def test_a_missing_package(package: str, arguments: list[str], remedy: str) -> None:
+    done = run_python(WITHOUT, package, *arguments)
+    assert done.returncode == 2
+    needs = f"dg-core: {arguments[0]} needs {package}, which is not installed: {remedy}"
+    assert done.stderr.splitlines()[0] == needs
+    assert "Traceback" not in done.stderr
+    assert done.stdout == "", "something was done before the package was missed"
+
+
+def test_an_import_error_of_our_own_is_not_called_a_missing_package() -> None:
+    done = run_python(WITHOUT, "json", "ops")
+    assert done.returncode == 1
+    assert "No module named 'json'" in done.stderr
+
+
+# ops --------------------------------------------------------------------------------------------------------
+
+
+def test_ops_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ops", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["operations"] == {name: list(op.names) for name, op in ops.TABLE.items()}
+    cells = {(row["op"], row["backend"], row["arch"]): row for row in found["support"]}
+    assert set(cells) == {
+        (op, backend, arch) for op in ops.TABLE for backend in dispatch.backend_names() for arch in ARCHS
+    }
+    for (op, backend, _), row in cells.items():
+        assert row["ok"] or row["reason"], f"{backend} lacks {op} without a reason"
+        if backend == "reference":
+            assert row["ok"]
+
+
+def test_ops_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ops"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["operation", *ARCHS]
+    assert [line.split()[0] for line in lines[1 : 1 + len(ops.TABLE)]] == list(ops.TABLE)
+    assert max(map(len, lines)) <= WIDTH
+    reasons = [line for line in lines if line.startswith("  cuda on")]
+    assert reasons == [f"  cuda on {', '.join(ARCHS)} (all {len(ops.TABLE)} operations): {missing_engine()}"]
+
+
+def missing_engine() -> str:
+    return dispatch.load_backend("cuda").supports(object, "").reason
+
+
+class Partial:
+    """A CUDA backend that has one operation on one architecture."""
+
+    name = "cuda"
+
+    def available(self, device: torch.device | None = None) -> Availability:
+        return Availability(False, "no card")
+
+    def supports(self, problem: type, op: str, arch: str | None = None) -> Availability:
+        if arch == "sm90a" and op == "fp8_gemm_nt":
+            return Availability(True)
+        return Availability(False, f"not on {arch}")
+
+    def target(self, device: torch.device) -> Target:
+        return Target("sm90a", 132)
+
+    def plan(self, problem: Any, tensors: Any) -> Any:
+        raise NotImplementedError
+
+    def explain(self, problem: Any, arch: str | None = None) -> str:
+        return f"a kernel for {arch}"
+
+
+@pytest.fixture
+def partial_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(dispatch._loaded, "cuda", Partial())
+
+
+@pytest.mark.usefixtures("partial_cuda")
+def test_ops_shows_a_backend_that_has_some() -> None:
+    having = [(row.op, row.arch) for row in support() if row.backend == "cuda" and row.ok]
+    assert having == [("fp8_gemm_nt", "sm90a")]
+
+
+def test_a_backend_that_fails_to_import_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(dispatch._loaded, "hip", raising=False)
+    monkeypatch.setitem(dispatch._failed, "hip", OSError("libamdhip64.so: not found"))
+    rows = [row for row in support(("gfx938",)) if row.backend == "hip"]
+    assert len(rows) == len(ops.TABLE)
+    assert all(not row.ok and "libamdhip64.so: not found" in row.reason for row in rows)
+
+
+# explain ----------------------------------------------------------------------------------------------------
+
+SIZES = {"M": 48, "N": 160, "K": 256, "G": 3}
+
+
+@pytest.mark.parametrize("scales", samples.SCALES)
+@pytest.mark.parametrize("sampler", ["gemm", "batched", "contiguous", "masked"])
+def test_a_call_from_sizes_is_the_call_of_real_tensors(sampler: str, scales: str) -> None:
+    """The problem and the bytes of a call without storage are those of one with tensors of the same sizes."""
+    assert set(calls.SCALES) == set(samples.SCALES)
+    for op in ops.TABLE.values():
+        if op.sampler != sampler or "sfa" not in op.positions:
+            continue
+        given = {name: SIZES[name] for name in calls.size_names(op)}
+        call = calls.make_call(op, given, scales)
+        tensors, options = samples.sample(op, given, scales=scales)
+        options = tuple(
+            mine if option.name in ("alignment", "expected_m") else theirs
+            for option, mine, theirs in zip(op.options, call.options, options, strict=True)
+        )
+        problem, _ = dispatch.check(op, tensors, options)
+        assert call.problem == problem, op.name
+        assert call.cost.bytes == sum(t.numel() * t.element_size() for t in tensors if t is not None), op.name
+
+
+def test_every_operation_can_be_explained() -> None:
+    for op in ops.TABLE.values():
+        call = calls.make_call(op)
+        assert set(call.sizes) == set(calls.size_names(op))
+        assert (call.cost.flops > 0) == bool(op.flops)
+
+
+def test_the_cost_of_a_call() -> None:
+    call = calls.make_call(ops.TABLE["fp8_gemm_nt"], {"M": 100, "N": 300, "K": 500})
+    assert call.cost.flops == 2 * 100 * 300 * 500
+    # a, b, sfa [100, 4], sfb [3, 4] and d in bfloat16
+    assert call.cost.bytes == 100 * 500 + 300 * 500 + 4 * 100 * 4 + 4 * 3 * 4 + 2 * 100 * 300
+    logits = calls.make_call(ops.TABLE["fp8_fp4_mqa_logits"], {"S": 10, "SKV": 20, "H": 8, "D": 64})
+    q, kv, kv_sf, weights, ranges, result = 10 * 8 * 64, 20 * 64, 4 * 20, 4 * 10 * 8, 2 * 4 * 10, 4 * 10 * 20
+    assert logits.cost.bytes == q + kv + kv_sf + weights + ranges + result
+
+
+def explain(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    status = main(["explain", *arguments])
+    return status, capsys.readouterr().out
+
+
+def test_explain_on_the_device_at_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = explain(capsys, "fp8_gemm_nt", "--m", "64", "--n", "256", "--k", "512", "--arch", "cpu")
+    assert status == 0
+    assert text.splitlines()[0] == "fp8_gemm_nt  M=64 N=256 K=512"
+    assert "sfa block (per 1 x 128), sfb block (per 128 x 128)" in text
+    assert re.search(
+        r"^  backend +reference: plain torch, dg_core\.backends\.reference\.gemm\.gemm", text, re.M
+    )
+    assert max(map(len, text.splitlines())) <= WIDTH
+
+
+def test_explain_says_what_needs_the_cuda_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = explain(capsys, "bf16_gemm_nt", "--arch", "sm90a")
+    assert status == 0
+    words = " ".join(text.split())
+    assert (
+        f"not cuda {missing_engine()} (this needs the CUDA engine, which this version does not have)" in words
+    )
+    assert "backend reference" in words
+
+
+@pytest.mark.usefixtures("partial_cuda")
+def test_explain_for_another_machine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backend that has anything for an architecture runs there, and lacks what it lacks."""
+    monkeypatch.setattr("dg_core.commands.explain.default_device", lambda: torch.device("cpu"))
+    status, text = explain(capsys, "fp8_gemm_nt", "--arch", "sm90a", "--json")
+    choice = json.loads(text)["choice"]
+    assert (status, choice["backend"], choice["words"]) == (0, "cuda", "a kernel for sm90a")
+    assert choice["at_hand"] is False
+    status, text = explain(capsys, "bf16_gemm_nt", "--arch", "sm90a", "--json")
+    choice = json.loads(text)["choice"]
+    assert (status, choice["backend"]) == (1, "")
+    assert (
+        "raises UnsupportedError: the cuda backend runs there and lacks it (not on sm90a)" in choice["words"]
+    )
+    status, text = explain(capsys, "fp8_gemm_nt", "--arch", "sm100a", "--json")
+    choice = json.loads(text)["choice"]
+    assert (choice["backend"], choice["passed_over"]) == ("reference", {"cuda": "not on sm100a"})
+
+
+def test_explain_obeys_the_backend_that_was_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DG_BACKEND", "hip")
+    config.reload()
+    status, text = explain(capsys, "fp8_gemm_nt", "--json")
+    choice = json.loads(text)["choice"]
+    assert status == 1
+    assert choice["backend"] == ""
+    assert list(choice["passed_over"]) == ["hip"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["fp8_gem"], 1, "no operation is called 'fp8_gem'; known: fp8_gemm_nt"),
+        (["fp8_gemm_nt", "--groups", "3"], 1, "fp8_gemm_nt has no size G; it has M, N, K"),
+        (["fp8_gemm_nt", "--m", "-1"], 1, "M is -1"),
+        (["einsum"], 1, "einsum needs an expression (--expr), one of bmk,bnk->mn"),
+        (["fp8_gemm_nt", "--size", "M"], 2, "'M' is not NAME=NUMBER"),
+        (["fp8_mqa_logits", "--size", "H=3"], 1, "H = 3"),
+        (["fp8_gemm_nt", "--scales", "none"], 2, "'none' is not one of"),
+    ],
+)
+def test_wrong_questions(
+    arguments: list[str], status: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", *arguments]) == status
+    assert words in capsys.readouterr().err
+
+
+def test_names_that_stand_for_an_operation() -> None:
+    assert calls.find("fp8_fp4_gemm_nt").name == "fp8_gemm_nt"
+    assert calls.find("fp8_einsum", "bhr, hdr -> bhd").name == "fp8_einsum_bhr_hdr_bhd"
+    assert calls.find("fp8_einsum_bhd_bhr_hdr").name == "fp8_einsum_bhd_bhr_hdr"
+    with pytest.raises(ArgumentError, match=r"einsum needs an expression .* one of bmk,bnk->mn"):
+        calls.find("einsum", "ij,jk->ik")
+
+
+# precompile -------------------------------------------------------------------------------------------------
+
+
+def test_precompile_says_that_it_cannot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    shapes = tmp_path / "shapes.txt"
+    shapes.write_text("fp8_gemm_nt 128 4096 7168\n")
+    arguments = ["precompile", "--shapes", str(shapes), "--arch", "sm90a", "--jobs", "4"]
+    assert main(arguments) == 1
+    captured = capsys.readouterr()
+    assert "precompile needs the CUDA engine, which this version does not have" in captured.err
+    assert captured.out == ""
+    assert main(["precompile", "--model", "deepseek-v3"]) == 1
+    assert main(["precompile"]) == 2  # neither a model nor shapes
+    assert main([*arguments, "--model", "x"]) == 2
+    assert main(["precompile", "--model", "x", "--jobs", "0"]) == 2
+
+
+# cache ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DG_JIT_CACHE_DIR", str(tmp_path / "jit"))
+    config.reload()
+    return tmp_path / "jit"
+
+
+def test_cache_commands(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "path"]) == 0
+    assert capsys.readouterr().out.strip() == str(home / "dg_core")
+    assert main(["cache", "list"]) == 0
+    assert "does not exist yet" in capsys.readouterr().out
+    theirs = home / "cache" / "kernel.of.another.program"
+    theirs.mkdir(parents=True)
+    for key in ("one", "two"):
+        cache.publish(key, {"kernel.cubin": key.encode() * 1000}, {"arch": "sm90a"})
+    assert main(["cache", "list"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^one +1 +3\.\d KB +\d+ s +sound$", text, re.M), text
+    assert main(["cache", "list", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["entries"]
+    assert [(row["key"], row["ok"], row["info"]) for row in rows] == [
+        ("one", True, {"arch": "sm90a"}), ("two", True, {"arch": "sm90a"}),
+    ]  # fmt: skip
+    file = tmp_path / "kernels.tgz"
+    assert main(["cache", "export", str(file)]) == 0
+    assert main(["cache", "clear", "--yes", "one"]) == 0
+    assert [entry.key for entry in cache.entries()] == ["two"]
+    assert main(["cache", "import", str(file)]) == 0
+    assert "added 1, kept 1 that stood already" in capsys.readouterr().out
+    assert main(["cache", "clear", "--yes"]) == 0
+    assert cache.entries() == []
+    assert theirs.is_dir()
+
+
+@pytest.mark.parametrize(("answer", "left"), [("n\n", ["one"]), ("", ["one"]), ("y\n", [])])
+def test_clear_asks_first(home: Path, answer: str, left: list[str]) -> None:
+    from click.testing import CliRunner
+
+    cache.publish("one", {"kernel.cubin": b"x"})
+    result = CliRunner().invoke(cli.cli, ["cache", "clear"], input=answer)
+    assert f"remove 1 entry (429 B) from {home / 'dg_core'}?" in re.sub(r"\d+ B", "429 B", result.output)
+    assert [entry.key for entry in cache.entries()] == left
+    assert result.exit_code == (1 if left else 0)
+
+
+def test_a_damaged_entry_shows(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache.publish("one", {"kernel.cubin": b"x" * 100}).file("kernel.cubin").write_bytes(b"y" * 100)
+    assert main(["cache", "list"]) == 0
+    assert "damaged: kernel.cubin does not match its hash" in capsys.readouterr().out
+    assert main(["cache", "export", str(tmp_path / "kernels.tar")]) == 1
+    assert "no sound entry to export" in capsys.readouterr().err
+
+
+def test_import_of_a_wrong_file(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "kernels.tar"
+    file.write_text("not a tar archive")
+    assert main(["cache", "import", str(file)]) == 1
+    assert "is not a tar archive that can be read" in capsys.readouterr().err
+    assert main(["cache", "import", str(tmp_path / "absent")]) == 2
+    assert main(["cache", "clear", "--yes", "absent"]) == 1
+    assert "no entry is called 'absent'" in capsys.readouterr().err
+
+
+def test_a_cache_that_cannot_be_read(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    home.mkdir()
+    (home / "dg_core").write_text("a file, not a folder")
+    assert main(["cache", "list"]) == 1
+    assert "set DG_JIT_CACHE_DIR" in capsys.readouterr().err

@@ -1,0 +1,259 @@
+"""Casts to FP8 and FP4: bit for bit against numpy and ml_dtypes, block by block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import dg_core
+from dg_core import ArgumentError, DTypeError, ShapeError
+from dg_core.quant import quantise_fp4
+
+from . import formulas
+from .operands import generator, random_fp4, stored
+
+seeds = st.integers(0, 2**16)
+Array = np.ndarray[Any, Any]
+E2M1_POSITIVE = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def scale(block: Array, limit: float, use_ue8m0: bool) -> np.float32:
+    """The scale of one block, in float32 arithmetic: the largest magnitude, at least 1e-4, times 1 /
+    limit."""
+    amax = np.maximum(np.abs(block).max(initial=0.0), np.float32(1e-4))
+    sf = float(amax * np.float32(1.0 / limit))
+    if use_ue8m0:
+        mantissa, exponent = math.frexp(sf)
+        sf = math.ldexp(1.0, exponent - 1 if mantissa == 0.5 else exponent)
+    return np.float32(sf)  # type: ignore[no-any-return]
+
+
+def e4m3_bytes(block: Array, sf: np.float32) -> Array:
+    scaled = block * (np.float32(1.0) / sf)
+    codes: Array = np.clip(scaled, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return codes
+
+
+def e2m1_code(value: float) -> int:
+    """The nearest value; halfway between two, the one nearer to zero; no negative zero."""
+    code = min(range(8), key=lambda i: (abs(min(abs(value), 6.0) - E2M1_POSITIVE[i]), i))
+    return code | 8 if value < 0 and code else code
+
+
+def check_blocks(
+    x: Tensor, values: Tensor, sf: Tensor, block: tuple[int, int], limit: float, use_ue8m0: bool
+) -> None:
+    """Every block of ``x`` has the scale and the codes that the rules give. ``values`` has one code an
+    element."""
+    numbers = x.float().numpy()
+    assert tuple(values.shape) == tuple(x.shape)
+    assert tuple(sf.shape) == tuple(
+        formulas.ceil_div(size, b) for size, b in zip(x.shape, block, strict=True)
+    )
+    codes = values.view(torch.uint8).numpy()
+    for i in range(sf.shape[0]):
+        for j in range(sf.shape[1]):
+            where = np.s_[i * block[0] : (i + 1) * block[0], j * block[1] : (j + 1) * block[1]]
+            expected = scale(numbers[where], limit, use_ue8m0)
+            assert np.float32(sf[i, j].item()) == expected
+            if limit == 448:
+                assert np.array_equal(codes[where], e4m3_bytes(numbers[where], expected))
+            else:
+                scaled = numbers[where] * (np.float32(1.0) / expected)
+                assert codes[where].tolist() == [[e2m1_code(v) for v in row] for row in scaled.tolist()]
+
+
+def random_matrix(m: int, k: int, seed: int, how: str, dtype: torch.dtype) -> Tensor:
+    """Normal numbers with rows of very different sizes, and zeros."""
+    rng = generator(seed)
+    x = torch.randn(m, k, generator=rng) * torch.exp2(torch.randint(-20, 20, (m, 1), generator=rng).float())
+    x[torch.rand(m, k, generator=rng) < 0.1] = 0.0
+    return stored(x.clamp(-6e4, 6e4).to(dtype), how)
+
+
+shapes = st.tuples(st.integers(0, 9), st.integers(0, 300))
+hows = st.sampled_from(["plain", "padded", "column"])
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    shape=shapes, how=hows, dtype=dtypes, ue8m0=st.booleans(), gran_k=st.sampled_from([32, 128]), seed=seeds
+)
+def test_per_token_cast_to_fp8(
+    shape: tuple[int, int], how: str, dtype: torch.dtype, ue8m0: bool, gran_k: int, seed: int
+) -> None:
+    x = random_matrix(*shape, seed, how, dtype)
+    values, sf = dg_core.per_token_cast_to_fp8(x, ue8m0, gran_k)
+    assert values.is_contiguous()
+    check_blocks(x, values, sf, (1, gran_k), 448, ue8m0)
+    if ue8m0:
+        same, packed = dg_core.per_token_cast_to_fp8(x, True, gran_k, use_packed_ue8m0=True)
+        check_packed(packed, sf)
+        assert torch.equal(same.view(torch.uint8), values.view(torch.uint8))
+
+
+def check_packed(packed: Tensor, sf: Tensor) -> None:
+    """Four exponents a word; the bytes behind the last block are zero."""
+    assert tuple(packed.shape) == (len(sf), formulas.ceil_div(sf.shape[1], 4))
+    decoded = formulas.decode_ue8m0(packed)
+    assert torch.equal(decoded[:, : sf.shape[1]], sf.double())
+    assert not decoded[:, sf.shape[1] :].any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    m=st.integers(0, 260), k=st.integers(0, 260), how=hows, dtype=dtypes, ue8m0=st.booleans(),
+    gran_k=st.sampled_from([32, 128]), seed=seeds,
+)  # fmt: skip
+def test_per_block_cast_to_fp8(
+    m: int, k: int, how: str, dtype: torch.dtype, ue8m0: bool, gran_k: int, seed: int
+) -> None:
+    x = random_matrix(m, k, seed, how, dtype)
+    values, sf = dg_core.per_block_cast_to_fp8(x, ue8m0, gran_k)
+    check_blocks(x, values, sf, (gran_k, gran_k), 448, ue8m0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    blocks=st.integers(0, 3),
+    n=st.integers(0, 40),
+    how=hows,
+    ue8m0=st.booleans(),
+    gran_k=st.sampled_from([32, 128]),
+    seed=seeds,
+)
+def test_per_channel_cast_to_fp8(blocks: int, n: int, how: str, ue8m0: bool, gran_k: int, seed: int) -> None:
+    x = random_matrix(blocks * gran_k, n, seed, how, torch.float32)
+    values, sf = dg_core.per_channel_cast_to_fp8(x, ue8m0, gran_k)
+    check_blocks(x, values, sf, (gran_k, 1), 448, ue8m0)
+
+
+# axes that keep their scales -> how x is folded into a matrix with those axes first
+@pytest.mark.parametrize("dims", [(0,), (1,), (2,), (-1,), (0, 2), (0, 1, 2), ()])
+@pytest.mark.parametrize("ue8m0", [False, True])
+def test_per_custom_dims_cast_to_fp8(dims: tuple[int, ...], ue8m0: bool) -> None:
+    x = torch.randn(3, 4, 5, generator=generator(1))
+    values, sf = dg_core.per_custom_dims_cast_to_fp8(x, dims, ue8m0)
+    kept = sorted(d % 3 for d in dims)
+    others = [d for d in range(3) if d not in kept]
+    assert tuple(sf.shape) == tuple(x.shape[d] for d in kept)
+
+    def folded(t: Tensor) -> Tensor:
+        return t.permute(*kept, *others).reshape(math.prod(x.shape[d] for d in kept), -1).contiguous()
+
+    rows = folded(x)
+    codes = folded(values.view(torch.uint8)).view(torch.float8_e4m3fn)
+    check_blocks(rows, codes, sf.reshape(-1, 1), (1, rows.shape[1]), 448, ue8m0)
+
+
+def test_per_custom_dims_of_nothing() -> None:
+    values, sf = dg_core.per_custom_dims_cast_to_fp8(torch.ones(3, 0), (0,), False)
+    assert tuple(values.shape) == (3, 0)
+    assert torch.equal(sf, torch.full((3,), 1e-4) * torch.tensor(1 / 448))
+
+
+def test_saturation_and_what_is_not_finite() -> None:
+    """Rounding of the scale never pushes a value past 448; NaN stays NaN in its element, and its block's
+    scale tells."""
+    x = torch.full((1, 128), 3.0e38)
+    values, sf = dg_core.per_token_cast_to_fp8(x, False)
+    assert torch.equal(formulas.decode_e4m3(values), torch.full((1, 128), 448.0, dtype=torch.float64))
+    assert sf.isfinite().all()
+    x = torch.ones(2, 256)
+    x[0, 3] = torch.nan
+    values, sf = dg_core.per_token_cast_to_fp8(x, False)
+    assert formulas.decode_e4m3(values)[0, 3].isnan()
+    assert sf.isnan().tolist() == [[True, False], [False, False]]
+    assert not formulas.decode_e4m3(values)[1].isnan().any()
+
+
+# FP4 --------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    m=st.integers(0, 9), half_k=st.integers(0, 150), how=hows, dtype=dtypes, ue8m0=st.booleans(),
+    gran_k=st.sampled_from([32, 128]), seed=seeds,
+)  # fmt: skip
+def test_per_token_cast_to_fp4(
+    m: int, half_k: int, how: str, dtype: torch.dtype, ue8m0: bool, gran_k: int, seed: int
+) -> None:
+    x = random_matrix(m, 2 * half_k, seed, how, dtype)
+    packed, sf = dg_core.per_token_cast_to_fp4(x, ue8m0, gran_k)
+    assert (packed.dtype, tuple(packed.shape)) == (torch.int8, (m, half_k))
+    raw = packed.view(torch.uint8)
+    codes = torch.stack((raw % 16, raw // 16), -1).flatten(1)
+    check_blocks(x, codes, sf, (1, gran_k), 6, ue8m0)
+    back = dg_core.cast_back_from_fp4(packed, sf, gran_k)
+    blocks = torch.arange(2 * half_k) // gran_k
+    assert torch.equal(
+        back.double(), (formulas.decode_e2m1(packed) * sf.double()[:, blocks]).float().double()
+    )
+    if ue8m0:
+        same, words = dg_core.per_token_cast_to_fp4(x, True, gran_k, use_packed_ue8m0=True)
+        check_packed(words, sf)
+        assert torch.equal(same, packed)
+        assert torch.equal(dg_core.cast_back_from_fp4(same, words, gran_k, use_packed_ue8m0=True), back)
+
+
+def test_every_rounding_of_fp4() -> None:
+    """Values, midpoints, and the float32 numbers on either side of each, positive and negative."""
+    points = torch.tensor([*E2M1_POSITIVE, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.0, 1e30])
+    near = torch.cat(
+        (points, torch.nextafter(points, torch.tensor(torch.inf)), torch.nextafter(points, torch.tensor(0.0)))
+    )
+    x = torch.cat((near, -near))
+    assert quantise_fp4(x).tolist() == [e2m1_code(v) for v in x.tolist()]
+
+
+@pytest.mark.parametrize(("m", "half_n"), [(2, 1), (8, 5), (64, 32), (0, 3), (4, 0)])
+def test_transpose_packed_fp4(m: int, half_n: int) -> None:
+    packed = random_fp4((m, half_n), generator(2))
+    out = dg_core.transpose_packed_fp4(packed)
+    assert (out.dtype, tuple(out.shape)) == (torch.int8, (2 * half_n, m // 2))
+    assert torch.equal(formulas.decode_e2m1(out), formulas.decode_e2m1(packed).t())
+    if m and half_n:
+        assert torch.equal(dg_core.transpose_packed_fp4(out), packed)
+
+
+# Errors -----------------------------------------------------------------------------------------------------
+
+MATRIX_CASTS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "per_token_cast_to_fp8": dg_core.per_token_cast_to_fp8,
+    "per_channel_cast_to_fp8": dg_core.per_channel_cast_to_fp8,
+    "per_block_cast_to_fp8": dg_core.per_block_cast_to_fp8,
+    "per_token_cast_to_fp4": dg_core.per_token_cast_to_fp4,
+}
+
+
+@pytest.mark.parametrize("name", MATRIX_CASTS)
+def test_errors_of_casts(name: str) -> None:
+    cast = MATRIX_CASTS[name]
+    with pytest.raises(ShapeError, match=rf"{name}: x has shape \(2, 3, 4\)"):
+        cast(torch.ones(2, 3, 4), False)
+    with pytest.raises(DTypeError, match=rf"{name}: x has dtype int32"):
+        cast(torch.ones(2, 4, dtype=torch.int32), False)
+    with pytest.raises(ArgumentError, match=rf"{name}: gran_k is 0"):
+        cast(torch.ones(2, 4), False, 0)
+
+
+def test_errors_of_single_casts() -> None:
+    for name in ("per_token_cast_to_fp8", "per_token_cast_to_fp4"):
+        with pytest.raises(ArgumentError, match="use_packed_ue8m0 is True but use_ue8m0 is False"):
+            MATRIX_CASTS[name](torch.ones(2, 4), False, 128, True)
+    with pytest.raises(ShapeError, match=r"axis 0 is 100 but must be a multiple of gran_k = 128"):
+        dg_core.per_channel_cast_to_fp8(torch.ones(100, 4), False)
+    with pytest.raises(ShapeError, match=r"axis 1 is 5"):
+        dg_core.per_token_cast_to_fp4(torch.ones(4, 5), False)
+    with pytest.raises(ShapeError, match=r"\(3, 4\)"):
+        dg_core.transpose_packed_fp4(torch.ones(3, 4, dtype=torch.int8))

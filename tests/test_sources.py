@@ -1,0 +1,238 @@
+"""The device sources and their build scripts: what the headers compute, and that the scripts say what they
+find.
+
+The headers' values come from the C++ compiler (on the CPU) or from the card; the expected ones are computed
+here from the definitions, with Python's own numbers.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMON = ROOT / "csrc_cuda" / "checks" / "common.cu"
+LAYOUT = ROOT / "csrc_hip" / "checks" / "layout.cpp"
+SCRIPTS = ("build_cuda.sh", "build_dcu.sh")
+#: What the build scripts call beside compilers.
+SHELL_TOOLS = ("bash", "sed", "grep", "find", "sort", "dirname", "mkdir", "cat", "cp")
+
+
+def tool(name: str) -> str:
+    """Path of an installed program; the test is skipped with the reason when there is none."""
+    path = shutil.which(name)
+    if path is None:
+        pytest.skip(f"{name} is not installed")
+    return path
+
+
+def build_and_run(folder: Path, *command: str) -> list[int]:
+    """Compile with this command (`-o` is added) and return the integers that the program prints."""
+    program = folder / "program"
+    built = subprocess.run([*command, "-o", str(program)], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    ran = subprocess.run([str(program)], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    return [int(line) for line in ran.stdout.split()]
+
+
+def bits(value: float) -> int:
+    return int(struct.unpack("<I", struct.pack("<f", value))[0])
+
+
+def from_bits(word: int) -> float:
+    return float(struct.unpack("<f", struct.pack("<I", word))[0])
+
+
+def e4m3(byte: int) -> float:
+    """The OCP definition: 1 sign, 4 exponent (bias 7) and 3 mantissa bits; 0x7f and 0xff are NaN."""
+    sign = -1.0 if byte & 0x80 else 1.0
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    if exponent == 15 and mantissa == 7:
+        return math.nan
+    if exponent == 0:
+        return sign * math.ldexp(mantissa / 8, -6)
+    return sign * math.ldexp(1 + mantissa / 8, exponent - 7)
+
+
+def expected_common_table() -> list[int]:
+    """The rows that csrc_cuda/checks/common.cu prints, from the definitions."""
+    rows = [bits(e4m3(byte)) for byte in range(256)]
+    patterns = [
+        exponent << 23 | mantissa for exponent in range(255) for mantissa in (0, 1, 0x400000, 0x7FFFFF)
+    ]
+    values = [from_bits(pattern) for pattern in patterns]
+    for value in values:
+        exponent = math.ceil(math.log2(value)) if value else -200
+        # log2 rounds to the power itself just beside one, so the candidate is corrected by exact comparison.
+        if value and math.ldexp(1.0, exponent) < value:
+            exponent += 1
+        if value and math.ldexp(1.0, exponent - 1) >= value:
+            exponent -= 1
+        rows.append(bits(math.ldexp(1.0, min(max(exponent, -126), 127))))
+    rows += [int(value > 0 and math.frexp(value)[0] == 0.5 and value >= 2.0**-126) for value in values]
+    for size in range(65):
+        for divisor in range(1, 17):
+            tiles = math.ceil(size / divisor)
+            rows += [tiles, tiles * divisor]
+    return rows
+
+
+def assert_common_table(actual: list[int]) -> None:
+    expected = expected_common_table()
+    assert len(actual) == len(expected)
+    nan = {0x7F, 0xFF}  # any NaN pattern is right
+    assert all(math.isnan(from_bits(actual[byte])) for byte in nan)
+    wrong = [
+        row
+        for row, pair in enumerate(zip(actual, expected, strict=True))
+        if row not in nan and pair[0] != pair[1]
+    ]
+    assert not wrong, [(row, actual[row], expected[row]) for row in wrong[:10]]
+
+
+def test_common_headers_on_the_cpu(tmp_path: Path) -> None:
+    flags = (
+        "-std=c++20",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-x",
+        "c++",
+        "-I",
+        str(ROOT / "csrc_cuda" / "include"),
+    )
+    assert_common_table(build_and_run(tmp_path, tool("g++"), *flags, str(COMMON)))
+
+
+@pytest.mark.gpu
+def test_common_headers_on_the_card(tmp_path: Path) -> None:
+    import torch
+
+    if not torch.cuda.is_available() or torch.version.cuda is None:
+        pytest.skip("no CUDA device")
+    major, minor = torch.cuda.get_device_capability()
+    flags = ("-std=c++20", f"-arch=sm_{major}{minor}", "-I", str(ROOT / "csrc_cuda" / "include"))
+    assert_common_table(build_and_run(tmp_path, tool("nvcc"), *flags, str(COMMON)))
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_common_headers_compile_for_the_card(tmp_path: Path, arch: str) -> None:
+    nvcc = tool("nvcc")
+    cubin = tmp_path / "common.cubin"
+    command = [
+        nvcc,
+        "-std=c++20",
+        f"-arch={arch}",
+        "-cubin",
+        "-I",
+        str(ROOT / "csrc_cuda" / "include"),
+        str(COMMON),
+    ]
+    built = subprocess.run([*command, "-o", str(cubin)], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    assert b"evaluate_all" in cubin.read_bytes()
+
+
+def test_hip_weight_layout(tmp_path: Path) -> None:
+    """The offsets that the header computes are those of the permuted array; its static_asserts hold the lane
+    maps."""
+    flags = ("-std=c++17", "-Wall", "-Wextra", "-Werror", "-I", str(ROOT / "csrc_hip" / "include"))
+    offsets = np.array(build_and_run(tmp_path, tool("g++"), *flags, str(LAYOUT))).reshape(48, 128)
+    weights = np.arange(48 * 128).reshape(48, 128)
+    stored = weights.reshape(3, 16, 8, 16).transpose(0, 2, 1, 3).reshape(-1)
+    np.testing.assert_array_equal(stored[offsets], weights)
+
+
+def test_hip_layout_check_can_fail(tmp_path: Path) -> None:
+    """With a wrong result map the check does not compile."""
+    header = (ROOT / "csrc_hip" / "include" / "dg_hip" / "layout.h").read_text()
+    wrong = header.replace("high + 4 * slot", "high + 3 * slot")
+    assert wrong != header
+    (tmp_path / "dg_hip").mkdir()
+    (tmp_path / "dg_hip" / "layout.h").write_text(wrong)
+    command = [tool("g++"), "-std=c++17", "-fsyntax-only", "-I", str(tmp_path), str(LAYOUT)]
+    built = subprocess.run(command, capture_output=True, text=True)
+    assert built.returncode != 0
+    assert "results_cover_the_tile(ResultMap::mmac)" in built.stderr
+
+
+def run_script(name: str, tree: Path, path: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    variables = {"PATH": path, "PYTHON": "no-python", "HOME": str(tree)}
+    command = [tool("bash"), str(tree / name), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=variables)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of what the build scripts read, so that they write their logs elsewhere."""
+    for name in ("csrc_cuda", "csrc_hip", "tools"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    for name in SCRIPTS:
+        shutil.copy2(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+@pytest.fixture
+def bare_path(tmp_path: Path) -> str:
+    """A PATH with the shell's tools and no compiler."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in SHELL_TOOLS:
+        (folder / name).symlink_to(tool(name))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "reason"),
+    [
+        ("build_cuda.sh", (), "neither nvcc nor NVRTC is here"),
+        ("build_dcu.sh", (), "nothing could be built for target all"),
+        ("build_dcu.sh", ("--target", "host"), "nothing could be built for target host"),
+        ("build_dcu.sh", ("--target", "gfx950"), "nothing could be built for target gfx950"),
+        ("build_dcu.sh", ("--target", "gfx938"), "nothing could be built for target gfx938"),
+        ("build_dcu.sh", ("--target", "gfx90"), "usage:"),
+    ],
+)
+def test_build_scripts_without_a_compiler(
+    tree: Path, bare_path: str, name: str, arguments: tuple[str, ...], reason: str
+) -> None:
+    ran = run_script(name, tree, bare_path, *arguments)
+    assert ran.returncode != 0
+    assert reason in ran.stderr
+
+
+def test_build_dcu_host(tree: Path) -> None:
+    tool("g++")
+    ran = run_script("build_dcu.sh", tree, os.environ["PATH"], "--target", "host")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "csrc_hip/checks/layout.cpp: ok" in ran.stdout
+    assert (tree / "build" / "hip" / "layout").exists()
+
+
+def test_build_cuda_reports_a_broken_header(tree: Path) -> None:
+    tool("nvcc")
+    broken = tree / "csrc_cuda" / "include" / "dg" / "common" / "math.cuh"
+    broken.write_text(broken.read_text().replace("constexpr T cdiv", "constexpr T cdiv cdiv"))
+    ran = run_script("build_cuda.sh", tree, os.environ["PATH"])
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert "dg/common/math.cuh: FAILED" in ran.stdout
+    assert "dg/common/types.cuh: ok" in ran.stdout
+
+
+def test_asm_manifest_names_what_is_there() -> None:
+    """Each row names a source file of the folder; with no row, no source or code object ships either."""
+    with (ROOT / "asm" / "manifest.csv").open(newline="") as file:
+        rows = csv.DictReader(file)
+        assert rows.fieldnames == ["kernel", "arch", "file", "tile", "kernargs", "vgprs", "lds"]
+        named = {row["file"] for row in rows}
+    present = {path.name for path in (ROOT / "asm").iterdir() if path.suffix in {".s", ".co"}}
+    assert present == named
