@@ -32,8 +32,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from platformdirs import user_cache_path
-
 from . import config
 from .errors import ArgumentError, DGError
 
@@ -101,8 +99,11 @@ def _default_root() -> Path:
         home = Path.home()
     except RuntimeError:  # no HOME, and the account is not in the user database
         home = Path()
-    usable = home.is_absolute() and home.is_dir()
-    return home / ".deep_gemm" if usable else user_cache_path("deep_gemm")
+    if home.is_absolute() and home.is_dir():
+        return home / ".deep_gemm"
+    from platformdirs import user_cache_path  # here: the doctor needs this module where nothing is installed
+
+    return user_cache_path("deep_gemm")
 
 
 def check_name(name: str, what: str = "key") -> str:

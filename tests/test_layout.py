@@ -29,9 +29,10 @@ from .operands import generator, random_powers
 F32, I32 = torch.float32, torch.int32
 
 
+@settings(deadline=None)
 @given(x=st.integers(0, 2**40), y=st.integers(1, 2**20))
 def test_ceil_div_and_align(x: int, y: int) -> None:
-    assert layout.ceil_div(x, y) == math.ceil(x / y) if x < 2**30 else layout.ceil_div(x, y) == -(-x // y)
+    assert layout.ceil_div(x, y) == -(-x // y)
     aligned = layout.align(x, y)
     assert aligned % y == 0
     assert 0 <= aligned - x < y
@@ -166,7 +167,7 @@ def test_words_of_a_format() -> None:
 # UE8M0 ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.floats(min_value=2.0**-126, max_value=2.0**127, width=32))
 def test_ceil_to_ue8m0(x: float) -> None:
     result = layout.ceil_to_ue8m0(torch.tensor([x])).item()
@@ -251,7 +252,7 @@ def test_packed_axis(name: str) -> None:
     assert layout.packed_axis(torch.empty(100, dtype=torch.int8).as_strided(shape, strides)) == axis
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(
     shape=st.lists(st.integers(0, 4), min_size=1, max_size=3),
     strides=st.lists(st.integers(0, 9), min_size=3, max_size=3),
@@ -267,7 +268,7 @@ def test_overlaps_itself(shape: list[int], strides: list[int]) -> None:
         assert not layout.overlaps_itself(x)
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(k=st.integers(0, 3000), splits=st.integers(1, 40))
 def test_split_k_ranges(k: int, splits: int) -> None:
     ranges = [range(*pair) for pair in layout.split_k_ranges(k, splits)]
@@ -275,10 +276,11 @@ def test_split_k_ranges(k: int, splits: int) -> None:
     assert [i for r in ranges for i in r] == list(range(k))
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(
-    sizes=st.lists(st.integers(-5, 400), max_size=5), sum_k=st.integers(0, 900),
-    alignment=st.sampled_from([1, 32, 128]), psum=st.booleans(), on_device=st.booleans(),
+    sizes=st.lists(st.one_of(st.sampled_from([-300, -1, 0]), st.integers(0, 400)), max_size=5),
+    sum_k=st.integers(0, 900), alignment=st.sampled_from([1, 32, 128]), psum=st.booleans(),
+    on_device=st.booleans(),
 )  # fmt: skip
 def test_k_stretches(sizes: list[int], sum_k: int, alignment: int, psum: bool, on_device: bool) -> None:
     starts, ends = layout.k_stretches(

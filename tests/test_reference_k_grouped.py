@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -181,6 +181,10 @@ def test_sizes(
     alignment=st.sampled_from([128, 256, 640]), m=st.integers(0, 60), n=st.integers(0, 60),
     gran_k=st.sampled_from([32, 128]), packed=st.booleans(), dtype=st.sampled_from(OUT),
     addend_how=st.sampled_from(ADDENDS), seed=seeds,
+)  # fmt: skip
+@example(
+    form="tn", counts=[5, 0, 0, 300, 7], spare=0, alignment=640, m=8, n=8, gran_k=32, packed=True,
+    dtype=torch.float32, addend_how="none", seed=1,
 )  # fmt: skip
 def test_psum(
     readable: bool, form: str, counts: list[int], spare: int, alignment: int, m: int, n: int, gran_k: int,

@@ -288,6 +288,22 @@ def test_precision_allowed_through_the_new_settings(name: str) -> None:
     assert calc_diff(result[known], expected[known]) <= 1e-12
 
 
+def test_products_under_contradicting_settings_are_rounded_once() -> None:
+    rng = generator(13)
+    x, y = torch.randn(64, 500, generator=rng), torch.randn(500, 64, generator=rng)
+    settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = settings.fp32_precision
+    try:
+        settings.fp32_precision = "bf16"
+        result = precision.matmul(x, y)
+    finally:
+        settings.fp32_precision = before
+        torch.set_float32_matmul_precision("highest")
+    exact = x.double() @ y.double()
+    assert result.dtype == torch.float32
+    assert bool(((result.double() - exact).abs() <= 2.0**-24 * exact.abs()).all())
+
+
 def test_precision_is_put_back_by_the_last_thread() -> None:
     """Threads that enter and leave at different times all compute exactly; then the process has its setting
     again."""
@@ -371,7 +387,6 @@ def test_the_reference_on_a_card(name: str) -> None:
 # Memory -----------------------------------------------------------------------------------------------------
 
 PRELUDE = """
-import resource, sys
 import torch
 import dg_core
 from dg_core.testing import count_bytes
@@ -379,15 +394,17 @@ from dg_core.testing import count_bytes
 def fp8(*shape):
     return torch.randint(0, 120, shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
 
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
+def resident(field):
+    # Not getrusage: its peak outlives exec, so that of a large process that started this one would count.
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
 
 def measure(call, *tensors):
-    before = resident()
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak starts anew from here
+    before = resident("VmRSS:")
     call()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(count_bytes(*tensors), peak - before)
+    print(count_bytes(*tensors), resident("VmHWM:") - before)
 
 # The libraries behind a product keep buffers of their own from the first one on.
 x = torch.ones(1200, 1200)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -211,6 +211,7 @@ def test_k_grouped(source: str, ks: list[int], mn: int, gran_k: int, how: str, s
     alignment=st.sampled_from([128, 256, 1152]), mn=st.integers(0, 30), gran_k=st.sampled_from([32, 128]),
     seed=seeds,
 )  # fmt: skip
+@example(counts=[5, 0, 0, 300, 7], spare=0, alignment=1152, mn=8, gran_k=32, seed=1)
 def test_k_grouped_psum(
     counts: list[int], spare: int, alignment: int, mn: int, gran_k: int, seed: int
 ) -> None:
