@@ -112,11 +112,12 @@ def ensure(floor: bool = False) -> Path:
     shared = "" if floor else shared_torch()
     source = f"sharing the installed torch {shared}" if shared else "with a torch of its own"
     say(f"{directory.name}: Python {sys.version.split()[0]}, {source}; the first time takes minutes")
-    if old[:1] != [base] or old[2:] != [shared]:
+    kind = shared or "own"
+    if old[:1] != [base] or old[2:] != [kind]:
         create(directory, bool(shared))
     stamp.unlink(missing_ok=True)  # an interrupted installation is not taken for a finished one
-    install(directory, constraint_lines(bool(shared), floor), "cli,test" if floor else "dev")
-    stamp.write_text("\n".join([base, content, shared]))
+    install(directory, constraint_lines(bool(shared), floor), "bench,cli,test" if floor else "dev")
+    stamp.write_text("\n".join([base, content, kind]))
     return python
 
 
