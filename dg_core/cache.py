@@ -178,7 +178,8 @@ def _load(folder: Path) -> Entry:
     key = folder.name
     try:
         contents = {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
-    except OSError as error:
+        changed = folder.stat().st_mtime
+    except OSError as error:  # removed or replaced by another process while it was read, or not readable
         return Entry(key, folder, problem=f"it cannot be read: {error.strerror}")
     meta_text = contents.pop(META, None)
     size = sum(map(len, contents.values())) + len(meta_text or b"")
@@ -186,7 +187,7 @@ def _load(folder: Path) -> Entry:
         return Entry(key, folder, size, problem=f"it has no {META}")
     problem = verify(key, meta_text, contents)
     if problem:
-        return Entry(key, folder, size, folder.stat().st_mtime, tuple(contents), problem=problem)
+        return Entry(key, folder, size, changed, tuple(contents), problem=problem)
     meta = json.loads(meta_text)
     return Entry(key, folder, size, float(meta["created"]), tuple(meta["files"]), meta["info"])
 
