@@ -5,6 +5,7 @@ python benchmarks/front.py
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 import statistics
 import time
@@ -43,7 +44,8 @@ def main() -> None:
     for name, call in calls.items():
         call()  # makes the plan
         key = next(reversed(dispatch._plans))
-        dispatch._plans[key] = lambda *tensors: None
+        entry = dispatch._plans[key]
+        dispatch._plans[key] = dataclasses.replace(entry, plan=lambda *tensors: None)
         print(f"{name:<22}{microseconds(call):6.2f} us")
 
 

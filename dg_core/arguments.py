@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .errors import ArgumentError, DTypeError
+from . import rules
+from .errors import DTypeError
 
 Scaled = tuple[Tensor, Tensor] | Sequence[Tensor]
 ScaledOrPlain = tuple[Tensor, Tensor | None] | Sequence[Tensor | None]
@@ -29,13 +30,10 @@ def pair(op: str, name: str, value: Any) -> tuple[Any, Any]:
 
 
 def integers(op: str, name: str, value: Any) -> tuple[int, ...] | None:
-    """A sequence of integers as a tuple (plan keys must be hashable); None stays None.
+    """A tuple or list of integers as a tuple of Python's own (plan keys must be hashable); None stays None.
 
     Raises:
-        ArgumentError: ``value`` is not a sequence.
+        ArgumentError: ``value`` is something else, or holds something else.
     """
-    if value is None or type(value) is tuple:
-        return value
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return tuple(value)
-    raise ArgumentError(f"{op}: {name} is {value!r:.60}; it must be a sequence of integers")
+    found: tuple[int, ...] | None = None if value is None else rules.integers(op, name, value)
+    return found

@@ -47,6 +47,8 @@ class Gemm:
         ``contiguous``  a[M, K], b[G, N, K], d[M, N]; layout[M] is each row's group, negative for a pad row
         ``psum``        the same; layout[G] is each group's end row, the next starts at its end, aligned
         ``masked``      a[G, M, K], b[G, N, K], d[G, M, N]; layout[G] counts each group's valid rows
+
+    packed_axes: the axes (-1 for K, -2 for rows) along which a and b hold two values a byte, where FP4.
     """
 
     op: str
@@ -63,6 +65,7 @@ class Gemm:
     zero_padding: bool = False
     expected_m: int = 0
     head_splits: tuple[int, int, int] | None = None
+    packed_axes: tuple[int, int] = (-1, -1)
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,13 @@ A command's module is imported when the command runs, so ``dg-core --help`` does
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 import click
 
 from . import doctor
+from .errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from .version import __version__
 
 # Command -> one sentence. The module of a command is ``dg_core.commands.<command>``, and holds it as
@@ -60,9 +62,18 @@ def cli() -> None:
     """DeepGEMM's operations over several backends: look at, measure and look after dg_core."""
 
 
+# Errors that say that the caller asked for something that cannot be: status 2, as for a wrong option. All
+# others say that a right call did not work: status 1.
+WRONG_CALL = (ArgumentError, ShapeError, DTypeError, DeviceError)
+
+
 def run(arguments: list[str]) -> int:
-    """Run one command; returns the exit status, which click would give to ``sys.exit``."""
+    """Run one command; returns the exit status, which click would give to ``sys.exit``, or 2 for an error
+    of a wrong call."""
     try:
         cli.main(args=arguments, prog_name="dg-core")
+    except WRONG_CALL as error:
+        print(f"dg-core: {error}", file=sys.stderr)
+        return 2
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)

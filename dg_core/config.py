@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from .errors import ArgumentError
@@ -179,16 +180,18 @@ def _set(name: str, value: Any) -> None:
 
 
 def _integer(function: str, argument: str, value: Any, low: int, high: int | None) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise ArgumentError(f"{function}: {argument} is {value!r}; it must be an integer")
-    if value < low or (high is not None and value > high):
+    number = int(value)  # NumPy's integers are welcome, but no part of a setting
+    if number < low or (high is not None and number > high):
         limit = f"in [{low}, {high}]" if high is not None else f"at least {low}"
-        raise ArgumentError(f"{function}: {argument} is {value}; it must be {limit}")
-    return value
+        raise ArgumentError(f"{function}: {argument} is {number}; it must be {limit}")
+    return number
 
 
 def _flag(function: str, argument: str, value: Any) -> bool:
-    if not isinstance(value, (bool, int)) or value not in (0, 1):
+    # NumPy's bool derives from neither bool nor int.
+    if not (isinstance(value, Integral) or type(value).__name__.startswith("bool")) or value not in (0, 1):
         raise ArgumentError(f"{function}: {argument} is {value!r}; it must be True or False")
     return bool(value)
 
@@ -244,9 +247,8 @@ def set_block_size_multiple_of(multiple: int | tuple[int, int]) -> None:
         raise ArgumentError(
             f"set_block_size_multiple_of: multiple is {multiple!r}; it must be an integer or a pair of them"
         )
-    for part in pair:
-        _integer("set_block_size_multiple_of", "multiple", part, 1, None)
-    _set("block_size_multiple_of", pair)
+    parts = (_integer("set_block_size_multiple_of", "multiple", part, 1, None) for part in pair)
+    _set("block_size_multiple_of", tuple(parts))
 
 
 def get_block_size_multiple_of() -> tuple[int, int]:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
+import itertools
 import threading
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from . import config, device_values, library, problems
 from .backend import Availability, Backend, Plan, Problem, Target
-from .errors import BackendUnavailable, UnsupportedError
+from .errors import BackendUnavailable, ShapeError, UnsupportedError
 from .opspec import Op, Options, Tensors, check_options
 
 BUILT_IN = ("cuda", "hip", "reference")
@@ -29,7 +31,7 @@ ENTRY_POINTS = "dg_core.backends"
 # anew.
 MAX_PLANS = 65536
 
-_plans: dict[Hashable, Plan] = {}
+_plans: dict[Hashable, _Entry] = {}
 _local = threading.local()
 _loaded: dict[str, Backend] = {}
 _failed: dict[str, Exception] = {}
@@ -161,6 +163,7 @@ def default_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def default_target(device: torch.device | None = None) -> Target:
     """What the backend for ``device`` (left out, the default one) runs on."""
     device = default_device() if device is None else device
@@ -173,26 +176,41 @@ config.set_processor_counter(lambda: default_target().processors)
 # Plans ------------------------------------------------------------------------------------------------------
 
 
-def _aliasing(op: Op, tensors: Tensors) -> int:
-    """0: c is absent or apart from d, 1: c is d, 2: they share memory but are not the same elements."""
-    c = tensors[op.positions["c"]] if "c" in op.positions else None
-    if c is None:
-        return 0
-    d = problems.require(tensors[op.positions["d"]])
-    return 1 if problems.same_view(c, d) else 2 * problems.may_share_memory(c, d)
+@dataclass(frozen=True)
+class _Entry:
+    """A plan, and how far the memory of its call's tensors reaches, as (position, bytes): what is written and
+    what is only read. Addresses are no part of a key, so whether the two meet is looked at on every call."""
+
+    plan: Plan
+    writes: tuple[tuple[int, int], ...]
+    reads: tuple[tuple[int, int], ...]
 
 
-def _key(op: Op, tensors: Tensors, options: Options) -> tuple[Hashable, ...]:
-    """The key of a call's plan; raises for whatever is neither a plain tensor nor None."""
+def _in_place(op: Op, tensors: Tensors) -> bool:
+    """True when c is d."""
+    position = op.positions.get("c")
+    c = None if position is None else tensors[position]
+    return c is not None and problems.same_view(c, tensors[op.positions["d"]])
+
+
+def _key(op: Op, tensors: Tensors, options: Options) -> tuple[tuple[Hashable, ...], list[int]]:
+    """The key of a call's plan, and the addresses of its tensors (0 for None); raises for whatever is neither
+    a plain tensor nor None."""
     described: list[Hashable] = []
+    addresses = []
     for x in tensors:
         if x is None:
             described.append(None)
+            addresses.append(0)
         elif type(x) in library.PLAIN:
-            described.append((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15))
+            address = x.data_ptr()
+            described.append((x.shape, x.stride(), x.dtype, x.device, address & 15))
+            addresses.append(address)
         else:
             raise TypeError(type(x).__name__)
-    return (op.name, options, _aliasing(op, tensors), requested_backend(), config.epoch(), *described)
+    # The options' types too: 1.0 and True equal 1, and would take a plan where alone they are refused.
+    state = (options, tuple(map(type, options)), _in_place(op, tensors), requested_backend(), config.epoch())
+    return (op.name, *state, *described), addresses
 
 
 def run(op: Op, tensors: Tensors, options: Options = ()) -> Any:
@@ -200,22 +218,54 @@ def run(op: Op, tensors: Tensors, options: Options = ()) -> Any:
     if _is_compiling():
         return library.call(op, tensors, options)
     try:
-        key = _key(op, tensors, options)
-        plan = _plans.get(key)
+        key, addresses = _key(op, tensors, options)
+        entry = _plans.get(key)
     except Exception:  # an argument that cannot be part of a key: a wrong one, or a tensor of a derived class
         if any(map(library.is_special, tensors)) and all(t is None or isinstance(t, Tensor) for t in tensors):
             return library.call(op, tensors, options)
         return run_unplanned(op, tensors, options)
-    if plan is None:
+    if entry is None:
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
-        plan = _plans[key] = _make_plan(op, tensors, options)
-    return plan(*tensors)
+        entry = _plans[key] = _make_entry(op, tensors, options)
+    if len(entry.writes) > 1:
+        _check_outputs(op, tensors)
+    for written, size in entry.writes:
+        start = addresses[written]
+        end = start + size
+        for read, length in entry.reads:
+            if addresses[read] < end and start < addresses[read] + length:
+                return run(op, _apart(op, entry, tensors), options)
+    return entry.plan(*tensors)
 
 
 def run_unplanned(op: Op, tensors: Tensors, options: Options) -> Any:
     """Run one operation on a plan that is not kept."""
     return _make_plan(op, tensors, options)(*tensors)
+
+
+def _make_entry(op: Op, tensors: Tensors, options: Options) -> _Entry:
+    plan = _make_plan(op, tensors, options)
+    outputs = op.outputs
+    # c that is d is read where it is written, element by element.
+    own = {*outputs, *((op.positions["c"],) if _in_place(op, tensors) else ())}
+    # Tensors on the meta device have no memory, and one address: 0.
+    spans = [0 if x is None or x.is_meta else problems.span(x) for x in tensors]
+    reads = tuple((i, size) for i, size in enumerate(spans) if size and i not in own)
+    return _Entry(plan, tuple((i, spans[i]) for i in outputs if spans[i]), reads if outputs else ())
+
+
+def _apart(op: Op, entry: _Entry, tensors: Tensors) -> Tensors:
+    """The call's tensors with a copy of each input whose memory meets that of an output: it is read while the
+    output is written."""
+    written = [problems.require(tensors[position]) for position, _ in entry.writes]
+
+    def meets(x: Tensor) -> bool:
+        start, end = x.data_ptr(), x.data_ptr() + problems.span(x)
+        return any(start < y.data_ptr() + problems.span(y) and y.data_ptr() < end for y in written)
+
+    read = {position for position, _ in entry.reads}
+    return tuple(x.clone() if i in read and x is not None and meets(x) else x for i, x in enumerate(tensors))
 
 
 def check(op: Op, tensors: Tensors, options: Options) -> tuple[Problem, problems.View | None]:
@@ -224,6 +274,17 @@ def check(op: Op, tensors: Tensors, options: Options) -> tuple[Problem, problems
     check_options(op, options)
     problem, view = op.prepare(op, dims, tensors, options)
     return problem, view
+
+
+def _check_outputs(op: Op, tensors: Tensors) -> None:
+    for first, second in itertools.combinations(op.outputs, 2):
+        x, y = problems.require(tensors[first]), problems.require(tensors[second])
+        if x.device.type != "meta" and problems.share_elements(x, y):
+            pair = (first, x), (second, y)
+            told = [f"{op.args[i].name} (strides {t.stride()})" for i, t in pair]
+            raise ShapeError(
+                f"{op.name}: {told[1]} shares elements with {told[0]}; both are written and must be apart"
+            )
 
 
 def _make_plan(op: Op, tensors: Tensors, options: Options) -> Plan:

@@ -2,9 +2,9 @@
 
 The suffix says how the operands are stored: ``n`` as the formula reads, ``t`` transposed. ``nt`` takes A
 ``[M, K]`` and B ``[N, K]``; ``nn``, ``tn`` and ``tt`` are views of it. Sums are float32 and rounded once to
-D's dtype. D is row-major and may be a strided view; it must not share memory with A or B. With ``c is d`` the
-product is added in place, any other C is only read. Zero M or N touches nothing; zero K gives D = C, or
-zeros.
+D's dtype. D is row-major and may be a strided view; an input that shares memory with it is copied first. With
+``c is d`` the product is added in place, any other C is only read. Zero M or N touches nothing; zero K gives
+D = C, or zeros.
 """
 
 from __future__ import annotations

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
 
 from .errors import ArgumentError, DTypeError, ShapeError
+from .rules import dtype_name as dtype_name  # backends import it from here
+from .rules import integer, takes, tensor
 
 FP8_DTYPES = (torch.float8_e4m3fn,)
 PACKED_FP4 = torch.int8
@@ -22,16 +25,19 @@ FP4_MAX = 6.0
 FP8_MAX = 448.0
 
 
+@takes(x=integer(), y=integer(1))
 def ceil_div(x: int, y: int) -> int:
     """``x / y`` rounded up, for non-negative ``x`` and positive ``y``."""
     return (x + y - 1) // y
 
 
+@takes(x=integer(), y=integer(1))
 def align(x: int, y: int) -> int:
     """``x`` rounded up to a multiple of ``y``."""
     return ceil_div(x, y) * y
 
 
+@takes(x=integer(), element_size=integer())
 def get_tma_aligned_size(x: int, element_size: int) -> int:
     """``x`` elements rounded up so that a row of them is a multiple of 16 bytes.
 
@@ -110,7 +116,7 @@ def split_recipe(
     for name, value, length in (("recipe", recipe, 3), ("recipe_a", recipe_a, 2), ("recipe_b", recipe_b, 2)):
         if value is None:
             continue
-        if len(value) != length or any(isinstance(v, bool) or not isinstance(v, int) for v in value):
+        if len(value) != length or any(isinstance(v, bool) or not isinstance(v, Integral) for v in value):
             raise ArgumentError(f"{op}: {name} is {value!r}; it must be {length} integers")
         if any(v not in (1, 128) for v in value[:-1]) or value[-1] not in (32, 128):
             raise ArgumentError(
@@ -179,22 +185,23 @@ def recognise_scale(
     )
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` rather than ``torch.float32``: how messages and tables write a dtype."""
-    return str(dtype).removeprefix("torch.")
-
-
 # UE8M0 ------------------------------------------------------------------------------------------------------
 
 _EXPONENT_BITS = 23
 _NOT_EXPONENT = -0x7F800001  # sign and mantissa bits of a float32, as a signed 32-bit value
 
 
+@takes(x=tensor(floating=True))
 def ceil_to_ue8m0(x: Tensor) -> Tensor:
-    """Positive float32 values rounded up to a power of two, exponents clamped to 1..254 (2^-126 .. 2^127)."""
-    bits = x.abs().float().contiguous().view(torch.int32)
+    """Positive float32 values rounded up to a power of two, exponents clamped to 1..254 (2^-126 .. 2^127).
+
+    NaN stays NaN, which UE8M0 has (byte 255); infinity, which it has not, becomes 2^127.
+    """
+    values = x.abs().float().contiguous()
+    bits = values.view(torch.int32)
     exponent = ((bits >> _EXPONENT_BITS) & 0xFF) + (bits & 0x7FFFFF).bool().to(torch.int32)
-    return (exponent.clamp(1, 254) << _EXPONENT_BITS).view(torch.float32)
+    powers = (exponent.clamp(1, 254) << _EXPONENT_BITS).view(torch.float32)
+    return torch.where(values.isnan(), values, powers)
 
 
 def _flag_not_power_of_two(bits: Tensor) -> Tensor:
@@ -204,12 +211,15 @@ def _flag_not_power_of_two(bits: Tensor) -> Tensor:
 
 
 def _may_read_back(x: Tensor) -> bool:
+    """False in a trace and in a graph capture: a value that is read there is not the one of a later run."""
+    if torch.compiler.is_compiling() or x.is_meta:
+        return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _exponents(op: str, x: Tensor, name: str = "sf") -> Tensor:
     """UE8M0 bytes (as int32) of power-of-two float32 values; refuses others, or makes them NaN inside a
-    capture."""
+    capture or a trace."""
     if x.dtype != torch.float32:
         raise DTypeError(f"{op}: {name} has dtype {dtype_name(x.dtype)}; packing to UE8M0 takes float32")
     bits = x.contiguous().view(torch.int32)
@@ -244,14 +254,16 @@ def _pack_words(exponents: Tensor) -> Tensor:
     return _bytes_as(padded.to(torch.uint8), torch.int32)
 
 
+@takes(x=tensor(torch.float32, least_axes=1))
 def pack_ue8m0_to_int(x: Tensor) -> Tensor:
     """float32 powers of two ``[.., 4 n]`` -> int32 ``[.., n]``, four exponents a word, lowest byte first.
 
     Raises:
         ShapeError: the last axis is not a multiple of 4.
-        ArgumentError: a value is not a power of two.
+        ArgumentError: a value is not a power of two. In a graph capture or under ``torch.compile``, where
+            nothing can be read back, its byte becomes 255, NaN.
     """
-    if x.dim() == 0 or x.shape[-1] % 4:
+    if x.shape[-1] % 4:
         raise ShapeError(
             f"pack_ue8m0_to_int: x has shape {tuple(x.shape)}; its last axis must be a multiple of 4"
         )
@@ -264,12 +276,15 @@ def pack_scales(op: str, sf: Tensor, name: str = "sf") -> Tensor:
     return _pack_words(_exponents(op, sf, name))
 
 
+def pack_own_scales(sf: Tensor) -> Tensor:
+    """``pack_scales`` for what ``ceil_to_ue8m0`` gave: powers of two or NaN by construction, so nothing is
+    checked and nothing read back."""
+    return _pack_words((sf.contiguous().view(torch.int32) >> _EXPONENT_BITS) & 0xFF)
+
+
+@takes(packed=tensor(torch.int32, least_axes=1))
 def unpack_ue8m0_from_int(packed: Tensor) -> Tensor:
     """int32 ``[.., n]`` -> float32 powers of two ``[.., 4 n]``; byte 255 is NaN and byte 0 is 0."""
-    if packed.dtype != torch.int32:
-        raise DTypeError(
-            f"unpack_ue8m0_from_int: packed has dtype {dtype_name(packed.dtype)}; it must be int32"
-        )
     exponents = _bytes_as(packed, torch.uint8).to(torch.int32)
     nan_bit = (exponents == 0xFF).to(torch.int32) << (_EXPONENT_BITS - 1)
     return ((exponents << _EXPONENT_BITS) | nan_bit).view(torch.float32)
@@ -324,8 +339,20 @@ def psum_rows(ends: Tensor, alignment: int, rows: int) -> tuple[Tensor, Tensor]:
     """Starts and ends of the groups of a psum layout, clipped to ``[0, rows]``: group i starts at the aligned
     end i-1."""
     end = ends.to(torch.int64).clamp(0, rows)
-    previous = torch.nn.functional.pad(end[:-1], (1, 0))
+    previous = torch.cat((end.new_zeros(1), end))[: len(end)]
     return ((previous + alignment - 1) // alignment * alignment).clamp(max=rows), end
+
+
+def _in_a_group(starts: Tensor, ends: Tensor, rows: int) -> Tensor:
+    """bool ``[rows]``: the rows inside any of the ranges, which may overlap or be empty.
+
+    The running sum of starts less ends is the number of ranges around a row. It takes 4 bytes a row, where a
+    table of rows x groups would take 200 MB for 400,000 rows and 512 groups.
+    """
+    change = torch.zeros(rows + 1, dtype=torch.int32, device=starts.device)
+    one = (ends > starts).to(torch.int32)  # an empty group may end before it starts
+    change.index_add_(0, starts, one).index_add_(0, ends, -one)
+    return change[:rows].cumsum_(0) > 0
 
 
 def packed_ue8m0_mn_major(sf: Tensor, psum_layout: Tensor | None = None, alignment: int = 128) -> Tensor:
@@ -337,9 +364,7 @@ def packed_ue8m0_mn_major(sf: Tensor, psum_layout: Tensor | None = None, alignme
     op = "get_mn_major_tma_aligned_packed_ue8m0_tensor"
     _check_sf_dims(op, sf)
     if psum_layout is not None:
-        rows = torch.arange(sf.shape[-2], device=sf.device)
-        start, end = psum_rows(psum_layout, alignment, sf.shape[-2])
-        used = ((rows[:, None] >= start) & (rows[:, None] < end)).any(1)
+        used = _in_a_group(*psum_rows(psum_layout, alignment, sf.shape[-2]), sf.shape[-2])
         sf = torch.where(used[:, None], sf, torch.zeros((), dtype=sf.dtype, device=sf.device))
     words = pack_scales(op, sf)
     out = empty_mn_major(words.shape, torch.int32, sf.device)
@@ -360,7 +385,7 @@ def k_stretches(
     if psum:
         return psum_rows(sizes, alignment, sum_k)
     end = sizes.to(torch.int64).clamp(0, sum_k).cumsum(0).clamp(max=sum_k)
-    return torch.nn.functional.pad(end[:-1], (1, 0)), end
+    return torch.cat((end.new_zeros(1), end))[: len(end)], end
 
 
 def k_scale_starts(starts: Tensor, ends: Tensor, gran_k: int, packed: bool, psum: bool) -> Tensor:

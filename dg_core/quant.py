@@ -4,6 +4,11 @@ Every cast takes ``amax = max(|x|)`` over the elements that share a scale, clamp
 scale ``sf = amax / 448`` (e4m3fn) or ``amax / 6`` (e2m1). With ``use_ue8m0`` it is rounded up to a power of
 two. FP8 rounds to nearest even and saturates; FP4 rounds midpoints towards zero and never gives a negative
 zero.
+
+NaN and infinity have no scale that would keep the rest of their block, so the scale tells of them: it is NaN
+where the block holds a NaN; where it holds an infinity it is infinity in float32, and NaN in UE8M0, which has
+no infinity (byte 255 once packed). Either way the whole block is NaN when it is scaled back, and no other
+block changes.
 """
 
 from __future__ import annotations
@@ -11,38 +16,38 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .errors import ArgumentError, DTypeError, ShapeError
+from .errors import ArgumentError, ShapeError
 from .layout import (
     FP4_MAX,
     FP8_MAX,
     PACKED_FP4,
+    ScaleFormat,
     align,
     ceil_div,
     ceil_to_ue8m0,
-    dtype_name,
-    pack_scales,
+    pack_own_scales,
     unpack_ue8m0_from_int,
 )
+from .rules import flag, integer, integers, one_device, takes, tensor
 
 AMAX_FLOOR = 1e-4
 # Halfway between the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6 of codes 0..7.
 FP4_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
-def _check_matrix(op: str, x: Tensor, gran_k: int) -> None:
-    if gran_k < 1:
-        raise ArgumentError(f"{op}: gran_k is {gran_k}; it must be at least 1")
-    if x.dim() != 2:
-        raise ShapeError(f"{op}: x has shape {tuple(x.shape)}; it must have 2 axes")
-    if not x.dtype.is_floating_point:
-        raise DTypeError(f"{op}: x has dtype {dtype_name(x.dtype)}; it must be a floating-point type")
+# What the casts of a matrix take.
+_matrix_cast = takes(
+    x=tensor(floating=True, axes=(2,)), use_ue8m0=flag, gran_k=integer(1), use_packed_ue8m0=flag
+)
 
 
 def _scale(amax: Tensor, limit: float, use_ue8m0: bool) -> Tensor:
     # A product with the float32 reciprocal, not a division: it is what a GPU computes for a division by a
     # constant, and so the scales agree bit for bit with those of the public library whatever device casts.
     sf = amax.clamp(AMAX_FLOOR) * (1.0 / limit)
-    return ceil_to_ue8m0(sf) if use_ue8m0 else sf
+    if not use_ue8m0:
+        return sf
+    return ceil_to_ue8m0(torch.where(sf.isinf(), torch.nan, sf))
 
 
 def _to_fp8(x: Tensor, sf: Tensor) -> Tensor:
@@ -63,6 +68,7 @@ def _check_packing(op: str, use_ue8m0: bool, use_packed_ue8m0: bool) -> None:
         raise ArgumentError(f"{op}: use_packed_ue8m0 is True but use_ue8m0 is False; packed scales are UE8M0")
 
 
+@_matrix_cast
 def per_token_cast_to_fp8(
     x: Tensor, use_ue8m0: bool, gran_k: int = 128, use_packed_ue8m0: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -76,37 +82,35 @@ def per_token_cast_to_fp8(
         ShapeError, DTypeError: ``x`` is not a floating-point matrix.
         ArgumentError: packed scales are asked for without ``use_ue8m0``.
     """
-    op = "per_token_cast_to_fp8"
-    _check_matrix(op, x, gran_k)
-    _check_packing(op, use_ue8m0, use_packed_ue8m0)
+    _check_packing("per_token_cast_to_fp8", use_ue8m0, use_packed_ue8m0)
     m, k = x.shape
     blocks = _pad(x, 1, gran_k).view(m, ceil_div(k, gran_k), gran_k)
     sf = _scale(blocks.abs().amax(2), FP8_MAX, use_ue8m0)
     values = _to_fp8(blocks, sf.unsqueeze(2)).flatten(1)[:, :k].contiguous()
-    return values, pack_scales(op, sf) if use_packed_ue8m0 else sf
+    return values, pack_own_scales(sf) if use_packed_ue8m0 else sf
 
 
+@_matrix_cast
 def per_channel_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = 128) -> tuple[Tensor, Tensor]:
     """``x`` ``[k, n]`` -> e4m3fn ``[k, n]`` and float32 scales ``[k / gran_k, n]``: K runs along the rows.
 
     Raises:
         ShapeError: the number of rows is not a multiple of ``gran_k``.
     """
-    op = "per_channel_cast_to_fp8"
-    _check_matrix(op, x, gran_k)
     k, n = x.shape
     if k % gran_k:
         raise ShapeError(
-            f"{op}: x has shape {(k, n)}; axis 0 is {k} but must be a multiple of gran_k = {gran_k}"
+            f"per_channel_cast_to_fp8: x has shape {(k, n)}; axis 0 is {k} but must be a multiple of "
+            f"gran_k = {gran_k}"
         )
     blocks = x.float().reshape(k // gran_k, gran_k, n)
     sf = _scale(blocks.abs().amax(1), FP8_MAX, use_ue8m0)
     return _to_fp8(blocks, sf.unsqueeze(1)).view(k, n), sf
 
 
+@_matrix_cast
 def per_block_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = 128) -> tuple[Tensor, Tensor]:
     """``x`` ``[n, k]`` -> e4m3fn ``[n, k]`` and float32 scales ``[cdiv(n, gran_k), cdiv(k, gran_k)]``."""
-    _check_matrix("per_block_cast_to_fp8", x, gran_k)
     n, k = x.shape
     padded = _pad(x, gran_k, gran_k)
     tiles = padded.view(ceil_div(n, gran_k), gran_k, ceil_div(k, gran_k), gran_k)
@@ -115,12 +119,22 @@ def per_block_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = 128) -> tupl
     return values, sf
 
 
+@takes(x=tensor(floating=True), dims=integers, use_ue8m0=flag)
 def per_custom_dims_cast_to_fp8(x: Tensor, dims: tuple[int, ...], use_ue8m0: bool) -> tuple[Tensor, Tensor]:
     """``x`` -> e4m3fn of the same shape and one float32 scale for each index along ``dims``.
 
     Returns:
         The values, and the scales with the axes of ``dims`` only (the others are reduced away).
+
+    Raises:
+        DTypeError: ``x`` is not a floating-point tensor.
+        ArgumentError: ``dims`` names an axis that ``x`` has not; negative ones count from the end.
     """
+    if any(not -x.dim() <= d < x.dim() for d in dims):
+        raise ArgumentError(
+            f"per_custom_dims_cast_to_fp8: dims is {dims} but x has shape {tuple(x.shape)}; each must be an "
+            f"axis of x, at least {-x.dim()} and below {x.dim()}"
+        )
     kept = {d % x.dim() for d in dims}
     reduced = tuple(d for d in range(x.dim()) if d not in kept)
     values = x.float()
@@ -165,6 +179,7 @@ def unpack_fp4(packed: Tensor) -> Tensor:
     return torch.stack((raw & 0xF, raw >> 4), dim=-1).flatten(-2)
 
 
+@_matrix_cast
 def per_token_cast_to_fp4(
     x: Tensor, use_ue8m0: bool, gran_k: int = 128, use_packed_ue8m0: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -176,7 +191,6 @@ def per_token_cast_to_fp4(
         ArgumentError: packed scales are asked for without ``use_ue8m0``.
     """
     op = "per_token_cast_to_fp4"
-    _check_matrix(op, x, gran_k)
     _check_packing(op, use_ue8m0, use_packed_ue8m0)
     m, k = x.shape
     if k % 2:
@@ -186,26 +200,51 @@ def per_token_cast_to_fp4(
     blocks = _pad(x, 1, gran_k).view(m, ceil_div(k, gran_k), gran_k)
     sf = _scale(blocks.abs().amax(2), FP4_MAX, use_ue8m0)
     codes = quantise_fp4(blocks * (1.0 / sf.unsqueeze(2))).flatten(1)[:, :k]
-    return pack_fp4(codes), pack_scales(op, sf) if use_packed_ue8m0 else sf
+    return pack_fp4(codes), pack_own_scales(sf) if use_packed_ue8m0 else sf
 
 
+@takes(a=tensor(PACKED_FP4, axes=(2,)))
 def transpose_packed_fp4(a: Tensor) -> Tensor:
     """Packed e2m1 ``[m, n / 2]`` -> packed e2m1 of the transpose, ``[n, m / 2]``.
 
     Raises:
         ShapeError: ``a`` is not a matrix, or has an odd number of rows.
+        DTypeError: ``a`` is not int8.
     """
-    if a.dim() != 2 or a.shape[0] % 2:
+    if a.shape[0] % 2:
         raise ShapeError(
             f"transpose_packed_fp4: a has shape {tuple(a.shape)}; it must be a matrix of even height"
         )
     return pack_fp4(unpack_fp4(a).t().contiguous())
 
 
+@takes(
+    packed=tensor(PACKED_FP4, axes=(2,)), sf=tensor(torch.float32, torch.int32, axes=(2,)),
+    gran_k=integer(1), use_packed_ue8m0=flag,
+)  # fmt: skip
 def cast_back_from_fp4(
     packed: Tensor, sf: Tensor, gran_k: int = 128, use_packed_ue8m0: bool = False
 ) -> Tensor:
-    """Packed e2m1 ``[m, k / 2]`` and its scales -> float32 ``[m, k]``."""
+    """Packed e2m1 ``[m, k / 2]`` and its scales -> float32 ``[m, k]``.
+
+    Args:
+        packed: int8, the even element in the low nibble.
+        sf: float32 ``[m, cdiv(k, gran_k)]``; int32 ``[m, cdiv(k, 4 * gran_k)]`` with ``use_packed_ue8m0``.
+
+    Raises:
+        DTypeError, ShapeError: a tensor is not of that dtype or shape.
+        DeviceError: the two live on different devices.
+    """
+    op = "cast_back_from_fp4"
+    tensor(torch.int32 if use_packed_ue8m0 else torch.float32)(op, "sf", sf)
+    one_device(op, packed=packed, sf=sf)
+    m, k = packed.shape[0], 2 * packed.shape[1]
+    expected = ScaleFormat(1, gran_k, use_packed_ue8m0).shape(m, k)
+    if tuple(sf.shape) != expected:
+        raise ShapeError(
+            f"{op}: sf has shape {tuple(sf.shape)}; packed {tuple(packed.shape)} holds [{m}, {k}], whose "
+            f"scales at gran_k = {gran_k} are {expected}"
+        )
     values = dequantise_fp4(unpack_fp4(packed))
     scales = unpack_ue8m0_from_int(sf) if use_packed_ue8m0 else sf
     return values * scales.repeat_interleave(gran_k, dim=1)[:, : values.shape[1]]

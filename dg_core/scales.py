@@ -10,8 +10,9 @@ from torch import Tensor
 from . import ops
 from .arguments import integers
 from .dispatch import default_target, run
-from .errors import ArgumentError, DTypeError
+from .errors import ArgumentError
 from .layout import ScaleFormat, recognise_scale
+from .rules import flag, integer, is_integer, optional, takes, tensor
 
 
 def get_mn_major_tma_aligned_tensor(sf: Tensor) -> Tensor:
@@ -73,6 +74,10 @@ def get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(
     return result
 
 
+@takes(
+    sf=tensor(), mn=integer(0), k=integer(0), num_groups=optional(integer(0)), is_sfa=optional(flag),
+    disable_ue8m0_cast=flag, psum_layout=optional(tensor(torch.int32, axes=(1,))),
+)  # fmt: skip
 def transform_sf_into_required_layout(
     sf: Tensor, mn: int, k: int, recipe: Sequence[int], num_groups: int | None = None,
     is_sfa: bool | None = None, disable_ue8m0_cast: bool = False, psum_layout: Tensor | None = None,
@@ -92,13 +97,16 @@ def transform_sf_into_required_layout(
 
     Raises:
         ArgumentError: recipe and is_sfa do not go together.
-        ShapeError, DTypeError: sf has not the shape that the recipe asks for.
+        ShapeError, DTypeError: sf has not the shape that the recipe asks for, or psum_layout is no int32
+            vector.
     """
     op = "transform_sf_into_required_layout"
-    if not isinstance(sf, Tensor):
-        raise DTypeError(f"{op}: sf is a {type(sf).__name__}; it must be a tensor")
     parts = integers(op, "recipe", recipe) or ()
-    if len(parts) not in (2, 3) or (len(parts) == 3) != (is_sfa is not None):
+    if (
+        len(parts) not in (2, 3)
+        or not all(map(is_integer, parts))
+        or (len(parts) == 3) != (is_sfa is not None)
+    ):
         raise ArgumentError(
             f"{op}: recipe is {parts} and is_sfa is {is_sfa}; it must be three integers with is_sfa given, "
             "or two without it"

@@ -89,6 +89,16 @@ def psum_groups(ends: Sequence[int], alignment: int, rows: int) -> list[range]:
     return groups
 
 
+def psum_ends(counts: Sequence[int], alignment: int, repeat: bool = False) -> list[int]:
+    """End rows of groups of so many rows. An empty group ends where it would start or, with ``repeat``, where
+    the group before it ended, which is before its own aligned start."""
+    ends: list[int] = []
+    for count in counts:
+        last = ends[-1] if ends else 0
+        ends.append(last if repeat and count == 0 else align_up(last, alignment) + count)
+    return ends
+
+
 def k_groups(sizes: Sequence[int], sum_k: int) -> list[range]:
     """The stretch of K of every group, one behind the other; what lies outside ``[0, sum_k)`` does not
     exist."""

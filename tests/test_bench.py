@@ -298,7 +298,7 @@ def test_the_command_and_its_files(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_wrong_requests(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "nothing"]) == 1
+    assert main(["bench", "nothing"]) == 2
     assert re.search(r"no case is called 'nothing'; known: dense", capsys.readouterr().err)
     assert main(["bench", "--runs", "0"]) == 2
 

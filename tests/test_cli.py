@@ -18,7 +18,7 @@ from dg_core import cache, cli, config, dispatch, ops, samples
 from dg_core.__main__ import main
 from dg_core.backend import Availability, Target
 from dg_core.commands import calls
-from dg_core.commands.ops import ARCHS, support
+from dg_core.commands.ops import SHOWN, support
 from dg_core.errors import ArgumentError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -122,7 +122,7 @@ def test_ops_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["operations"] == {name: list(op.names) for name, op in ops.TABLE.items()}
     cells = {(row["op"], row["backend"], row["arch"]): row for row in found["support"]}
     assert set(cells) == {
-        (op, backend, arch) for op in ops.TABLE for backend in dispatch.backend_names() for arch in ARCHS
+        (op, backend, arch) for op in ops.TABLE for backend in dispatch.backend_names() for arch in SHOWN
     }
     for (op, backend, _), row in cells.items():
         assert row["ok"] or row["reason"], f"{backend} lacks {op} without a reason"
@@ -133,11 +133,11 @@ def test_ops_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_ops_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ops"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["operation", *ARCHS]
+    assert lines[0].split() == ["operation", *SHOWN]
     assert [line.split()[0] for line in lines[1 : 1 + len(ops.TABLE)]] == list(ops.TABLE)
     assert max(map(len, lines)) <= WIDTH
     reasons = [line for line in lines if line.startswith("  cuda on")]
-    assert reasons == [f"  cuda on {', '.join(ARCHS)} (all {len(ops.TABLE)} operations): {missing_engine()}"]
+    assert reasons == [f"  cuda on {', '.join(SHOWN)} (all {len(ops.TABLE)} operations): {missing_engine()}"]
 
 
 def missing_engine() -> str:
@@ -259,7 +259,7 @@ def test_explain_for_another_machine(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A backend that has anything for an architecture runs there, and lacks what it lacks."""
-    monkeypatch.setattr("dg_core.commands.explain.default_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr("dg_core.commands.params.default_device", lambda: torch.device("cpu"))
     status, text = explain(capsys, "fp8_gemm_nt", "--arch", "sm90a", "--json")
     choice = json.loads(text)["choice"]
     assert (status, choice["backend"], choice["words"]) == (0, "cuda", "a kernel for sm90a")
@@ -287,25 +287,6 @@ def test_explain_obeys_the_backend_that_was_asked_for(
     assert list(choice["passed_over"]) == ["hip"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "words"),
-    [
-        (["fp8_gem"], 1, "no operation is called 'fp8_gem'; known: fp8_gemm_nt"),
-        (["fp8_gemm_nt", "--groups", "3"], 1, "fp8_gemm_nt has no size G; it has M, N, K"),
-        (["fp8_gemm_nt", "--m", "-1"], 1, "M is -1"),
-        (["einsum"], 1, "einsum needs an expression (--expr), one of bmk,bnk->mn"),
-        (["fp8_gemm_nt", "--size", "M"], 2, "'M' is not NAME=NUMBER"),
-        (["fp8_mqa_logits", "--size", "H=3"], 1, "H = 3"),
-        (["fp8_gemm_nt", "--scales", "none"], 2, "'none' is not one of"),
-    ],
-)
-def test_wrong_questions(
-    arguments: list[str], status: int, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["explain", *arguments]) == status
-    assert words in capsys.readouterr().err
-
-
 def test_names_that_stand_for_an_operation() -> None:
     assert calls.find("fp8_fp4_gemm_nt").name == "fp8_gemm_nt"
     assert calls.find("fp8_einsum", "bhr, hdr -> bhd").name == "fp8_einsum_bhr_hdr_bhd"
@@ -327,8 +308,30 @@ def test_precompile_says_that_it_cannot(capsys: pytest.CaptureFixture[str], tmp_
     assert captured.out == ""
     assert main(["precompile", "--model", "deepseek-v3"]) == 1
     assert main(["precompile"]) == 2  # neither a model nor shapes
-    assert main([*arguments, "--model", "x"]) == 2
-    assert main(["precompile", "--model", "x", "--jobs", "0"]) == 2
+    assert main([*arguments, "--model", "deepseek-v3"]) == 2
+    assert main(["precompile", "--model", "deepseek-v3", "--jobs", "0"]) == 2
+    capsys.readouterr()
+    assert main(["precompile", "--model", "nosuch"]) == 2
+    assert "'nosuch' is not" in capsys.readouterr().err
+    assert main(["precompile", "--model", "deepseek-v3", "--arch", "gfx938"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("fp8_gemm_nt 128 4096", "line 3: 'fp8_gemm_nt 128 4096' is not OP M N K"),
+        ("fp8_gemm_nt 128 -1 7168", "is not OP M N K"),
+        ("fp8_gemm 128 4096 7168", "line 3: no operation is called 'fp8_gemm'"),
+        ("fp8_mqa_logits 128 4096 7168", "line 3: fp8_fp4_mqa_logits has no size M"),
+    ],
+)
+def test_precompile_reads_its_shapes(
+    line: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shapes = tmp_path / "shapes.txt"
+    shapes.write_text(f"# layers\nbf16_gemm_nt 1 2112 7168\n{line}\n")
+    assert main(["precompile", "--shapes", str(shapes)]) == 2
+    assert words in capsys.readouterr().err
 
 
 # cache ------------------------------------------------------------------------------------------------------
@@ -391,10 +394,10 @@ def test_a_damaged_entry_shows(home: Path, tmp_path: Path, capsys: pytest.Captur
 def test_import_of_a_wrong_file(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "kernels.tar"
     file.write_text("not a tar archive")
-    assert main(["cache", "import", str(file)]) == 1
+    assert main(["cache", "import", str(file)]) == 2
     assert "is not a tar archive that can be read" in capsys.readouterr().err
     assert main(["cache", "import", str(tmp_path / "absent")]) == 2
-    assert main(["cache", "clear", "--yes", "absent"]) == 1
+    assert main(["cache", "clear", "--yes", "absent"]) == 2
     assert "no entry is called 'absent'" in capsys.readouterr().err
 
 

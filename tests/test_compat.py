@@ -225,7 +225,7 @@ def grouped_rows(a: Tensor, b: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack([b[g] @ row for row, g in zip(a[valid], labels[valid].tolist(), strict=True)]), valid
 
 
-@pytest.mark.parametrize("name", dg.labels.__all__)
+@pytest.mark.parametrize("name", [name for name in dg.labels.__all__ if name.startswith("m_")])
 @pytest.mark.parametrize("keyword", ["m_indices", "grouped_layout", ""])
 def test_labels_under_both_keywords(name: str, keyword: str) -> None:
     function = getattr(dg, name)
@@ -253,7 +253,7 @@ def test_labels_given_twice_or_never() -> None:
         dg.m_grouped_fp8_gemm_nt_contiguous(a, b, d, LABELS, m_indices=LABELS)
     with pytest.raises(ArgumentError, match=twice):
         dg.m_grouped_fp8_gemm_nt_contiguous(a, b, d, grouped_layout=LABELS, m_indices=LABELS)
-    with pytest.raises(TypeError, match="grouped_layout"):
+    with pytest.raises(DTypeError, match="m_grouped_fp8_gemm_nt_contiguous: grouped_layout is None"):
         dg.m_grouped_fp8_gemm_nt_contiguous(a, b, d)
     signature = inspect.signature(dg.m_grouped_fp8_gemm_nt_contiguous)
     assert signature.bind(a, b, d, m_indices=LABELS).arguments["m_indices"] is LABELS

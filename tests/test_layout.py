@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import dg_core
 from dg_core import layout
 from dg_core.errors import ArgumentError, DTypeError, ShapeError
 from dg_core.layout import (
@@ -220,6 +222,77 @@ def test_powers_of_two_inside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None
     out = layout.unpack_ue8m0_from_int(layout.packed_ue8m0_mn_major(sf))
     assert out[0].isnan().tolist() == [False, True, True, True, True, False, False, True]
     assert out[0, [0, 5, 6]].tolist() == [1.0, 0.0, 0.25]
+
+
+def test_powers_of_two_in_a_trace() -> None:
+    """A compiled program cannot stop at a value, so a wrong scale becomes NaN there too."""
+    torch._dynamo.reset()
+    pack = torch.compile(layout.pack_ue8m0_to_int, fullgraph=True, backend="aot_eager", dynamic=True)
+    for sf in (torch.tensor([[1.0, 0.3, -2.0, 0.25]]), torch.tensor([[torch.inf, 0.0, torch.nan, 4.0]] * 3)):
+        out = formulas.decode_ue8m0(pack(sf))
+        fits = torch.tensor([[value in (0.0, 0.25, 1.0, 4.0) for value in row] for row in sf.tolist()])
+        assert torch.equal(out.isnan(), ~fits)
+        assert torch.equal(out[fits], sf.double()[fits])
+    with pytest.raises(ArgumentError, match="pack_ue8m0_to_int: x holds"):
+        layout.pack_ue8m0_to_int(torch.full((1, 4), 0.3))
+
+
+INT32 = torch.ones(2, 4, dtype=torch.int32)
+SF = torch.ones(65, 3)
+# function, arguments, the kind of error, and what the message says after the function's name
+WRONG: list[tuple[str, tuple[Any, ...], dict[str, Any], type[dg_core.DGError], str]] = [
+    ("ceil_div", (1, 0), {}, ArgumentError, "y is 0; it must be an integer of at least 1"),
+    ("ceil_div", ("a", 1), {}, ArgumentError, "x is 'a'; it must be an integer"),
+    ("align", (1.5, 2), {}, ArgumentError, "x is 1.5; it must be an integer"),
+    ("align", (1, None), {}, ArgumentError, "y is None; it must be an integer of at least 1"),
+    ("get_tma_aligned_size", (1, "4"), {}, ArgumentError, "element_size is '4'; it must be an integer"),
+    ("ceil_to_ue8m0", (3.0,), {}, DTypeError, "x is 3.0; it must be a tensor"),
+    ("ceil_to_ue8m0", (INT32,), {}, DTypeError, "x has dtype int32; it must be a floating-point type"),
+    ("pack_ue8m0_to_int", ([1.0],), {}, DTypeError, "x is [1.0]; it must be a tensor"),
+    ("pack_ue8m0_to_int", (torch.tensor(1.0),), {}, ShapeError, "x has shape (); it must have at least 1"),
+    ("unpack_ue8m0_from_int", (7,), {}, DTypeError, "packed is 7; it must be a tensor"),
+    ("unpack_ue8m0_from_int", (INT32.float(),), {}, DTypeError, "packed has dtype float32; it must be int32"),
+    ("unpack_ue8m0_from_int", (INT32[0, 0],), {}, ShapeError, "packed has shape (); it must have at least 1"),
+    *(
+        ("transform_sf_into_required_layout", (SF, mn, 257, (1, 128)), {}, ArgumentError,
+         f"mn is {mn!r}; it must be an integer of at least 0")
+        for mn in ("65", 65.0, -1, None, True)
+    ),
+    ("transform_sf_into_required_layout", (SF, 65, 257.0, (1, 128)), {}, ArgumentError, "k is 257.0; it"),
+    ("transform_sf_into_required_layout", (SF, 65, 257, (1, 32.0)), {}, ArgumentError, "recipe is (1, 32.0)"),
+    ("transform_sf_into_required_layout", (SF, 65, 257, 128), {}, ArgumentError, "recipe is 128; it must be"),
+    ("transform_sf_into_required_layout", (SF, 65, 257, (1, 128)), {"num_groups": 1.5}, ArgumentError,
+     "num_groups is 1.5; it must be an integer of at least 0"),
+    ("transform_sf_into_required_layout", (SF, 65, 257, (1, 1, 128)), {"is_sfa": "a"}, ArgumentError,
+     "is_sfa is 'a'; it must be True or False"),
+    ("transform_sf_into_required_layout", (SF, 65, 257, (1, 128)), {"psum_layout": "x"}, DTypeError,
+     "psum_layout is 'x'; it must be a tensor"),
+    ("transform_sf_into_required_layout", (SF, 65, 257, (1, 128)), {"psum_layout": INT32}, ShapeError,
+     "psum_layout has shape (2, 4); it must have 1 axes"),
+    ("transform_sf_into_required_layout", ([[1.0]], 65, 257, (1, 128)), {}, DTypeError, "sf is [[1.0]]; it"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "given_arguments", "named", "kind", "words"), WRONG)
+def test_wrong_arguments(
+    name: str,
+    given_arguments: tuple[Any, ...],
+    named: dict[str, Any],
+    kind: type[dg_core.DGError],
+    words: str,
+) -> None:
+    with pytest.raises(kind) as raised:
+        getattr(dg_core, name)(*given_arguments, **named)
+    assert str(raised.value).startswith(f"{name}: {words}")
+
+
+def test_numpy_integers_are_integers() -> None:
+    assert [layout.ceil_div(np.int64(5), 2), layout.align(5, np.uint8(4))] == [3, 8]
+    assert type(layout.align(np.int32(5), np.int32(4))) is int
+    out = dg_core.transform_sf_into_required_layout(
+        SF, np.int64(65), np.int32(257), (np.int64(1), np.int64(128))
+    )
+    assert torch.equal(out, SF)
 
 
 # Small rules ------------------------------------------------------------------------------------------------

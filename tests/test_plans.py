@@ -60,12 +60,6 @@ def with_c(make: Callable[[Tensor], Tensor]) -> Callable[[], Call]:
     return call
 
 
-def overlapping() -> Call:
-    (a, b, d), _ = plain()
-    buffer = shifted(torch.zeros(9, 16, dtype=d.dtype), 0)
-    return (a, b, buffer[:8]), {"c": buffer[1:]}
-
-
 # What is part of a plan key: each of these calls needs a plan of its own.
 CALLS: dict[str, Callable[[], Call]] = {
     "plain": plain,
@@ -79,7 +73,6 @@ CALLS: dict[str, Callable[[], Call]] = {
     "alignment of d": changed(2, lambda x: shifted(x, 2)),
     "c": with_c(torch.zeros_like),
     "c is d": with_c(lambda d: d),
-    "c overlaps d": overlapping,
     "option": lambda: (plain()[0], {"compiled_dims": ""}),
     "device": lambda: (tuple(x.to("meta") for x in plain()[0]), {}),
 }
@@ -261,6 +254,19 @@ VALUES: list[tuple[str, dict[str, Any], str, tuple[int, ...], int, str]] = [
      "cumsum(grouped_layout)[1] is 328 on the device; it must be in [0, 320]"),
     ("k_grouped_fp8_gemm_tn_contiguous", {"psum": True}, "grouped_layout", (2,), 321,
      "grouped_layout[2] is 321 on the device; it must be in [0, 320]"),
+    ("m_grouped_bf16_gemm_nt_contiguous", {"psum": True}, "grouped_layout", (1,), 0,
+     "grouped_layout[1] is 0 on the device; it must be in [14, inf] (the ends of groups do not decrease)"),
+    ("k_grouped_fp8_gemm_tn_contiguous", {"psum": True}, "grouped_layout", (1,), 0,
+     "grouped_layout[1] is 0 on the device; it must be in [120, inf] (the ends of groups do not decrease)"),
+    ("get_mn_major_tma_aligned_packed_ue8m0_tensor", {"psum": True}, "psum_layout", (1,), 0,
+     "psum_layout[1] is 0 on the device; it must be in [11, inf] (the ends of groups do not decrease)"),
+    ("k_grouped_bf16_gemm_tn_contiguous", {}, "grouped_layout", (1,), 127,
+     "grouped_layout[1] is 127 on the device; it must be in [128, 128] (ks_cpu is (128, 128, 64))"),
+    ("get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor", {}, "grouped_layout", (1,), 255,
+     "grouped_layout[1] is 255 on the device; it must be in [256, 256] (ks_cpu is (384, 256, 192))"),
+    ("fp8_fp4_mqa_logits", {}, "cu_seq_len_k_start", (3,), 27,
+     "cu_seq_len_k_end[3] is 26 on the device; it must be in [27, inf] "
+     "(a range ends at its start or after it)"),
     ("fp8_fp4_mqa_logits", {}, "cu_seq_len_k_start", (3,), -1,
      "cu_seq_len_k_start[3] is -1 on the device; it must be in [0, 40]"),
     ("fp8_fp4_mqa_logits", {}, "cu_seq_len_k_end", (11,), 41,
@@ -307,6 +313,66 @@ def test_check_device(
         assert bool((require(bad[i]) == 7).all())
     environment(DG_CHECK_DEVICE="0")
     dispatch.run(op, bad, options)
+
+
+# kind of scales -> sizes of the groups, scale entries along K that they need, positions that one covers
+SCALE_ENTRIES: dict[str, tuple[list[int], int, int]] = {
+    "float32": ([128, 172], 3, 128),
+    "float32, tails": ([10, 0, 290], 4, 128),
+    "packed": ([512, 0, 1], 2, 512),
+    "packed, tails": ([10, 10, 10], 3, 512),
+}
+
+
+@pytest.mark.parametrize("kind", SCALE_ENTRIES)
+@pytest.mark.parametrize("psum", [False, True], ids=["sizes", "psum"])
+@pytest.mark.parametrize("side", ["sfa", "sfb"])
+def test_scales_cover_the_sizes_on_the_device(
+    kind: str, psum: bool, side: str, environment: Environment
+) -> None:
+    """One entry less than the groups need passes the check of shapes wherever other sizes would need it."""
+    environment(DG_CHECK_DEVICE="1")
+    sizes, needed, unit = SCALE_ENTRIES[kind]
+    ends, start = [], 0
+    for size in sizes:
+        ends.append(start + size)
+        start = -(-(start + size) // 128) * 128 if psum else start + size
+    rows, groups = ends[-1], len(sizes)
+    dtype = torch.int32 if unit == 512 else torch.float32
+    if psum and unit == 128:
+        needed = -(-rows // 128)
+    one = 0x7F7F7F7F if unit == 512 else 1
+    layout = torch.tensor(ends if psum else sizes, dtype=torch.int32)
+
+    def call(entries_a: int, entries_b: int) -> None:
+        a, b = (torch.ones(rows, n).to(torch.float8_e4m3fn) for n in (5, 7))
+        scales = [torch.full((count, n), one, dtype=dtype) for count, n in ((entries_a, 5), (entries_b, 7))]
+        d = torch.full((groups, 5, 7), 3.0)
+        try:
+            dg_core.k_grouped_fp8_gemm_tn_contiguous(
+                (a, scales[0]), (b, scales[1]), d, None, layout, use_psum_layout=psum
+            )
+        except dg_core.DGError:
+            assert bool((d == 3).all())
+            raise
+        assert torch.equal(d, torch.tensor(sizes).float()[:, None, None].expand(groups, 5, 7))
+
+    call(needed, needed)
+    if needed - 1 < -(-rows // unit):  # then no sizes would do, and the shapes say so already
+        words = f"{side} has"
+    else:
+        words = rf"scales_up_to_group\[{groups - 1}\] is {needed} on .* \[-inf, {needed - 1}\] \({side} has"
+    with pytest.raises(dg_core.DGError, match=words):
+        call(needed - (side == "sfa"), needed - (side == "sfb"))
+
+
+def test_scales_to_pack_cover_the_sizes_on_the_device(environment: Environment) -> None:
+    environment(DG_CHECK_DEVICE="1")
+    pack = dg_core.get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor
+    sizes = torch.tensor([10, 290], dtype=torch.int32)
+    assert len(pack(torch.ones(4, 5), sizes)) == 2
+    with pytest.raises(ArgumentError, match=r"scales_up_to_group\[1\] is 4 on .* \(sf has 3 entries of 128"):
+        pack(torch.ones(3, 5), sizes)
 
 
 def test_pages_past_a_context_may_hold_anything(environment: Environment) -> None:

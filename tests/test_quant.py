@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -177,6 +178,54 @@ def test_saturation_and_what_is_not_finite() -> None:
     assert not formulas.decode_e4m3(values)[1].isnan().any()
 
 
+@pytest.mark.parametrize("use_ue8m0", [False, True])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_blocks_that_are_not_finite(value: float, use_ue8m0: bool) -> None:
+    """Such a block is NaN when it is scaled back, and no other block differs from what it is without it."""
+    x = torch.randn(256, 256, generator=generator(3))
+    wrong = x.clone()
+    wrong[3, 130] = value
+    scale = math.inf if math.isinf(value) and not use_ue8m0 else math.nan
+    for name, block in (("per_token", (3, 1)), ("per_channel", (0, 130)), ("per_block", (0, 1))):
+        cast = MATRIX_CASTS[f"{name}_cast_to_fp8"]
+        (_, sf), (values, wrong_sf) = cast(x, use_ue8m0), cast(wrong, use_ue8m0)
+        expected = sf.clone()
+        expected[block] = scale
+        assert torch.equal(wrong_sf.nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0))
+        spread = (x.shape[0] // sf.shape[0], x.shape[1] // sf.shape[1])
+        spread_sf = wrong_sf.repeat_interleave(spread[0], 0).repeat_interleave(spread[1], 1)
+        back = formulas.decode_e4m3(values) * spread_sf.double()
+        inside = ~expected.isfinite().repeat_interleave(spread[0], 0).repeat_interleave(spread[1], 1)
+        assert torch.equal(back.isnan(), inside)
+        assert bool((inside.sum() == spread[0] * spread[1]).all())
+    packed, sf = dg_core.per_token_cast_to_fp4(wrong, use_ue8m0)
+    back = dg_core.cast_back_from_fp4(packed, sf)
+    assert back[3, 128:].isnan().all()
+    assert back.isnan().sum() == 128
+    if use_ue8m0:
+        words = dg_core.per_token_cast_to_fp8(wrong, True, 128, True)[1].view(torch.uint8)
+        assert words[3, 1] == 255
+        assert (words == 255).sum() == 1
+        custom = dg_core.per_custom_dims_cast_to_fp8(wrong, (0,), True)[1]
+        assert custom.isnan().nonzero().tolist() == [[3]]
+
+
+@pytest.mark.parametrize("name", ["per_token_cast_to_fp8", "per_token_cast_to_fp4"])
+def test_packed_casts_compile_in_one_graph(name: str) -> None:
+    """Their scales are powers of two already, so nothing is read back to make sure; NaN is byte 255."""
+
+    def cast(x: Tensor) -> tuple[Tensor, Tensor]:
+        return MATRIX_CASTS[name](x, True, 128, True)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(cast, fullgraph=True, backend="aot_eager", dynamic=True)
+    for m, k in ((6, 300), (9, 512)):
+        x = torch.randn(m, k, generator=generator(m))
+        x[2, 5] = torch.nan
+        for got, expected in zip(compiled(x), cast(x), strict=True):
+            assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+
+
 # FP4 --------------------------------------------------------------------------------------------------------
 
 
@@ -257,3 +306,58 @@ def test_errors_of_single_casts() -> None:
         dg_core.per_token_cast_to_fp4(torch.ones(4, 5), False)
     with pytest.raises(ShapeError, match=r"\(3, 4\)"):
         dg_core.transpose_packed_fp4(torch.ones(3, 4, dtype=torch.int8))
+
+
+INT8, ONES = torch.zeros(3, 128, dtype=torch.int8), torch.ones(4, 4)
+# function, arguments, the kind of error, and what the message says after the function's name
+WRONG: list[tuple[str, tuple[Any, ...], type[dg_core.DGError], str]] = [
+    *((name, ([[1.0]], True), DTypeError, "x is [[1.0]]; it must be a tensor") for name in MATRIX_CASTS),
+    *((name, (None, True), DTypeError, "x is None; it must be a tensor") for name in MATRIX_CASTS),
+    *(
+        ("per_token_cast_to_fp8", (ONES, True, gran_k), ArgumentError,
+         f"gran_k is {gran_k!r}; it must be an integer of at least 1")
+        for gran_k in (None, "x", 1.5, 0, -1, True)
+    ),
+    ("per_token_cast_to_fp8", (ONES, "yes"), ArgumentError, "use_ue8m0 is 'yes'; it must be True or False"),
+    ("per_token_cast_to_fp8", (ONES, True, 128, 2), ArgumentError,
+     "use_packed_ue8m0 is 2; it must be True or False"),
+    ("per_custom_dims_cast_to_fp8", (torch.tensor(1.0), (0,), True), ArgumentError,
+     "dims is (0,) but x has shape ()"),
+    ("per_custom_dims_cast_to_fp8", (ONES, (5,), True), ArgumentError, "dims is (5,) but x has shape (4, 4)"),
+    ("per_custom_dims_cast_to_fp8", (ONES, (0, -3), True), ArgumentError, "dims is (0, -3) but"),
+    ("per_custom_dims_cast_to_fp8", (ONES, 0, True), ArgumentError, "dims is 0; it must be a sequence of"),
+    ("per_custom_dims_cast_to_fp8", (ONES, (1.0,), True), ArgumentError, "dims is (1.0,); it must be"),
+    ("per_custom_dims_cast_to_fp8", (ONES.int(), (0,), True), DTypeError, "x has dtype int32; it must be a"),
+    ("cast_back_from_fp4", (INT8, torch.ones(3, 1)), ShapeError, "sf has shape (3, 1); packed (3, 128)"),
+    ("cast_back_from_fp4", (INT8, torch.ones(3, 3)), ShapeError, "sf has shape (3, 3); packed"),
+    ("cast_back_from_fp4", (INT8, torch.ones(2)), ShapeError, "sf has shape (2,); it must have 2 axes"),
+    ("cast_back_from_fp4", (INT8.float(), torch.ones(3, 2)), DTypeError, "packed has dtype float32; it must"),
+    ("cast_back_from_fp4", (INT8.int(), torch.ones(3, 2)), DTypeError, "packed has dtype int32; it must be"),
+    ("cast_back_from_fp4", (INT8, torch.ones(3, 2), 128, True), DTypeError, "sf has dtype float32; it must"),
+    ("cast_back_from_fp4", (INT8, torch.ones(3, 2).int()), DTypeError, "sf has dtype int32; it must be fl"),
+    ("cast_back_from_fp4", (INT8, torch.ones(3, 2, device="meta")), dg_core.DeviceError, "sf is on meta but"),
+    ("transpose_packed_fp4", (ONES,), DTypeError, "a has dtype float32; it must be int8"),
+    ("transpose_packed_fp4", ([1],), DTypeError, "a is [1]; it must be a tensor"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "given_arguments", "kind", "words"), WRONG)
+def test_wrong_arguments(
+    name: str, given_arguments: tuple[Any, ...], kind: type[dg_core.DGError], words: str
+) -> None:
+    with pytest.raises(kind) as raised:
+        getattr(dg_core, name)(*given_arguments)
+    assert str(raised.value).startswith(f"{name}: {words}")
+    names = list(inspect.signature(getattr(dg_core, name)).parameters)
+    with pytest.raises(kind) as raised:
+        getattr(dg_core, name)(**dict(zip(names, given_arguments, strict=False)))
+    assert str(raised.value).startswith(f"{name}: {words}")
+
+
+def test_numpy_integers_are_integers() -> None:
+    x = torch.randn(128, 256, generator=generator(1))
+    for cast in MATRIX_CASTS.values():
+        for got, expected in zip(cast(x, True, np.int64(32)), cast(x, True, 32), strict=True):
+            assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+    custom = dg_core.per_custom_dims_cast_to_fp8(x, (np.int32(0),), False)
+    assert torch.equal(custom[1], dg_core.per_custom_dims_cast_to_fp8(x, (0,), False)[1])

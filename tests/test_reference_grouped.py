@@ -175,19 +175,16 @@ def test_any_labels(
 @given(
     kind=kinds, counts=st.lists(st.one_of(st.just(0), st.integers(0, 70)), max_size=4),
     spare=st.integers(0, 40), alignment=st.sampled_from([1, 5, 16, 24, 64, 100, 128]), n=st.integers(0, 130),
-    k=st.integers(0, 200), zero=st.booleans(), dtype=st.sampled_from(OUT),
+    k=st.integers(0, 200), zero=st.booleans(), repeat=st.booleans(), dtype=st.sampled_from(OUT),
     out_how=st.sampled_from(ROW_STORAGE), seed=seeds,
 )  # fmt: skip
 def test_psum(
     readable: bool, kind: Kind, counts: list[int], spare: int, alignment: int, n: int, k: int, zero: bool,
-    dtype: torch.dtype, out_how: str, seed: int,
+    repeat: bool, dtype: torch.dtype, out_how: str, seed: int,
 ) -> None:  # fmt: skip
     """Groups of any size behind each other at any alignment; ``spare`` rows follow, fewer than the last gap
     or more."""
-    ends, start = [], 0
-    for count in counts:
-        ends.append(start + count)
-        start = formulas.align_up(start + count, alignment)
+    ends = formulas.psum_ends(counts, alignment, repeat)
     m, k = (ends[-1] if ends else 0) + spare, k + k % 2 if kind.kind_b == "fp4" else k
     check_psum(kind, ends, m, n, k, alignment, zero, dtype, out_how, seed, readable)
 

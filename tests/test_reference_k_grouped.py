@@ -178,23 +178,20 @@ def test_sizes(
 @given(
     form=st.sampled_from(["tn", "bf16"]),
     counts=st.lists(st.one_of(st.just(0), st.integers(0, 400)), max_size=4), spare=st.integers(0, 300),
-    alignment=st.sampled_from([128, 256, 640]), m=st.integers(0, 60), n=st.integers(0, 60),
-    gran_k=st.sampled_from([32, 128]), packed=st.booleans(), dtype=st.sampled_from(OUT),
+    repeat=st.booleans(), alignment=st.sampled_from([128, 256, 640]), m=st.integers(0, 60),
+    n=st.integers(0, 60), gran_k=st.sampled_from([32, 128]), packed=st.booleans(), dtype=st.sampled_from(OUT),
     addend_how=st.sampled_from(ADDENDS), seed=seeds,
 )  # fmt: skip
 @example(
-    form="tn", counts=[5, 0, 0, 300, 7], spare=0, alignment=640, m=8, n=8, gran_k=32, packed=True,
-    dtype=torch.float32, addend_how="none", seed=1,
+    form="tn", counts=[5, 0, 0, 300, 7], repeat=True, spare=0, alignment=640, m=8, n=8, gran_k=32,
+    packed=True, dtype=torch.float32, addend_how="none", seed=1,
 )  # fmt: skip
 def test_psum(
-    readable: bool, form: str, counts: list[int], spare: int, alignment: int, m: int, n: int, gran_k: int,
-    packed: bool, dtype: torch.dtype, addend_how: str, seed: int,
+    readable: bool, form: str, counts: list[int], repeat: bool, spare: int, alignment: int, m: int, n: int,
+    gran_k: int, packed: bool, dtype: torch.dtype, addend_how: str, seed: int,
 ) -> None:  # fmt: skip
     """Ends of groups that start at aligned positions; the gaps, and their scales, hold NaN."""
-    ends, start = [], 0
-    for count in counts:
-        ends.append(start + count)
-        start = formulas.align_up(start + count, alignment)
+    ends = formulas.psum_ends(counts, alignment, repeat)
     sum_k = (ends[-1] if ends else 0) + spare
     rng = generator(seed)
     groups = formulas.psum_groups(ends, alignment, sum_k)
@@ -215,7 +212,7 @@ def test_psum(
 @pytest.mark.parametrize("readable", [True, False], ids=["host", "device"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    "sizes", [[300, INT_MAX, 5], [-4, 100], [0, 400, 400, 1], [INT_MAX, INT_MAX]], ids=str
+    "sizes", [[300, INT_MAX, 5], [-4, 400], [0, 400, 400, 1], [INT_MAX, INT_MAX]], ids=str
 )
 def test_sizes_that_do_not_fit(form: str, sizes: list[int], readable: bool) -> None:
     """Sizes on the device are not trusted: what lies past the operands does not exist, and below 0 is 0."""
@@ -232,24 +229,31 @@ def test_sizes_that_do_not_fit(form: str, sizes: list[int], readable: bool) -> N
 
 @pytest.mark.parametrize("readable", [True, False], ids=["host", "device"])
 def test_too_few_scales_for_the_sizes_on_the_device(readable: bool) -> None:
-    """With sizes that only the device knows, missing scales cannot be refused; nothing is read out of bounds,
-    and the groups whose scales are there are right."""
-    rng = generator(2)
-    groups = formulas.k_groups([128, 384], 512)
+    """With sizes that only the device knows, scales that these miss, but other sizes would not, cannot be
+    refused: nothing is read out of bounds, and the groups whose scales are there are right. Fewer than any
+    sizes could do with are refused."""
+    rng, sizes = generator(2), [10, 10, 492]  # 1 + 1 + 4 blocks, where 512 in one group would take 4
+    groups = formulas.k_groups(sizes, 512)
     a, b = (side(rng, "tn", mn, 512, groups, 128, False, False, "plain") for mn in (20, 30))
-    for kept in (1, 0):
-        out = Output((2, 20, 30), torch.float32)
+    out = Output((3, 20, 30), torch.float32)
+
+    def call(kept: int) -> None:
         with host_or_device(readable):
             dg_core.k_grouped_fp8_gemm_tn_contiguous(
                 (a.values, a.sf[:kept]), (b.values, b.sf[:kept]), out.view, None,  # type: ignore[index]
-                torch.tensor([128, 384], dtype=torch.int32),
+                torch.tensor(sizes, dtype=torch.int32),
             )  # fmt: skip
-        if kept:
-            exact, magnitude = (
-                formulas.product(f(a.exact[0]), f(b.exact[0])) for f in (torch.clone, torch.abs)
-            )
-            check_close(out.view[0], exact, magnitude, 1e-7)
-        out.check_untouched()
+
+    for kept in (3, 0):
+        with pytest.raises(dg_core.ShapeError, match=rf"sfa has shape \({kept}, 20\).* at least 4 blocks"):
+            call(kept)
+    call(4)
+    for group in (0, 1):
+        exact, magnitude = (
+            formulas.product(f(a.exact[group]), f(b.exact[group])) for f in (torch.clone, torch.abs)
+        )
+        check_close(out.view[group], exact, magnitude, 1e-7)
+    out.check_untouched()
 
 
 def test_long_groups() -> None:

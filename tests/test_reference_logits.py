@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -288,6 +289,26 @@ def test_unused_pages_and_tokens_do_not_matter() -> None:
     raw[1, 36 * 128 : 64 * 128] = 0x7F  # values of tokens 100 and up of the first request
     raw[1, 64 * 128 + 36 * 4 :] = 0xFF  # and their scales
     run_paged(x, lens, 150, True, torch.float32)
+
+
+@pytest.mark.parametrize("lens", [[40, 0, 700], [[1, 40], [0, 0], [700, 650]]], ids=["one", "each"])
+def test_keys_past_the_longest_context_are_not_computed(
+    lens: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the host the work follows the contexts, not max_context_len: 40 + 0 + 700 keys of 3 x 100,000."""
+    x = make_paged(generator(7), 3, 2, 8, 64, 64, False, pages=20, width=1563)
+    counted: list[int] = []
+    gather = reference._gather_pages
+
+    def counting(p: Any, pages: Tensor) -> Any:
+        counted.append(len(pages))
+        return gather(p, pages)
+
+    monkeypatch.setattr(reference, "_gather_pages", counting)
+    for clean in (True, False):
+        counted.clear()
+        run_paged(x, torch.tensor(lens, dtype=torch.int32), 100000, clean, torch.float32)
+        assert counted == [1, 11]
 
 
 def test_no_pages_at_all() -> None:

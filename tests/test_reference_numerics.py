@@ -438,6 +438,12 @@ d, ks = torch.zeros(2, 128, 256), torch.tensor([131000, 72], dtype=torch.int32)
 with mock.patch.object(k_grouped, "on_host", return_value=False):
     measure(lambda: dg_core.k_grouped_fp8_gemm_tn_contiguous(a, b, d, None, ks), a, b, d)
 """,
+    "psum, 4,000,000 x 1 x 1 in 512 groups": """
+a, b, d = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((4000000, 1), (512, 1, 1), (4000000, 1)))
+ends = torch.arange(1, 513, dtype=torch.int32) * 7680
+function = dg_core.m_grouped_bf16_gemm_nt_contiguous
+measure(lambda: function(a, b, d, ends, use_psum_layout=True, ensure_zero_padding=True), a, b, d, ends)
+""",
     "logits of 4 rows over 2^20 keys": """
 q, weights = fp8(4, 8, 128), torch.ones(4, 8)
 kv = fp8(2**20, 128), torch.ones(2**20)

@@ -115,14 +115,13 @@ def test_packing(shape: tuple[int, ...], how: str, zeros: bool, seed: int) -> No
 @settings(max_examples=150, deadline=None)
 @given(
     counts=st.lists(st.integers(0, 40), max_size=4), spare=st.integers(0, 30), k=st.integers(1, 9),
-    alignment=st.sampled_from([16, 24, 64, 128]), seed=seeds,
+    alignment=st.sampled_from([16, 24, 64, 128]), repeat=st.booleans(), seed=seeds,
 )  # fmt: skip
-def test_packing_of_a_psum_layout(counts: list[int], spare: int, k: int, alignment: int, seed: int) -> None:
+def test_packing_of_a_psum_layout(
+    counts: list[int], spare: int, k: int, alignment: int, repeat: bool, seed: int
+) -> None:
     """Rows of no group become 0 whatever they hold: NaN, negative, not a power of two."""
-    ends, start = [], 0
-    for count in counts:
-        ends.append(start + count)
-        start = formulas.align_up(start + count, alignment)
+    ends = formulas.psum_ends(counts, alignment, repeat)
     rows = (ends[-1] if ends else 0) + spare
     check_psum_packing(ends, rows, k, alignment, seed)
 
@@ -209,17 +208,14 @@ def test_k_grouped(source: str, ks: list[int], mn: int, gran_k: int, how: str, s
 @given(
     counts=st.lists(st.one_of(st.just(0), st.integers(0, 900)), max_size=4), spare=st.integers(0, 4),
     alignment=st.sampled_from([128, 256, 1152]), mn=st.integers(0, 30), gran_k=st.sampled_from([32, 128]),
-    seed=seeds,
+    repeat=st.booleans(), seed=seeds,
 )  # fmt: skip
-@example(counts=[5, 0, 0, 300, 7], spare=0, alignment=1152, mn=8, gran_k=32, seed=1)
+@example(counts=[5, 0, 0, 300, 7], repeat=True, spare=0, alignment=1152, mn=8, gran_k=32, seed=1)
 def test_k_grouped_psum(
-    counts: list[int], spare: int, alignment: int, mn: int, gran_k: int, seed: int
+    counts: list[int], spare: int, alignment: int, mn: int, gran_k: int, repeat: bool, seed: int
 ) -> None:
     """Scales lie where the positions lie, and gaps hold NaN; the packed words have no gaps."""
-    ends, start = [], 0
-    for count in counts:
-        ends.append(start + count)
-        start = formulas.align_up(start + count, alignment)
+    ends = formulas.psum_ends(counts, alignment, repeat)
     total = formulas.ceil_div(ends[-1] if ends else 0, gran_k) + spare
     positions = formulas.psum_groups(ends, alignment, total * gran_k)
     groups = [

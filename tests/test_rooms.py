@@ -227,7 +227,8 @@ GENERATED = ("build/", "dist/", ".venv")
 
 
 def documents() -> list[Path]:
-    return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")])
+    rooms = ("docs", "examples", "benchmarks")
+    return sorted([*ROOT.glob("*.md"), *(path for room in rooms for path in (ROOT / room).rglob("*.md"))])
 
 
 def named_paths(text: str) -> set[str]:
@@ -242,6 +243,20 @@ def named_paths(text: str) -> set[str]:
         if (rest and first in top) or re.search(rf"\.({'|'.join(FILE_SUFFIXES)})$", token):
             found.add(token)
     return {token for token in found if not token.startswith(GENERATED)}
+
+
+def linked_paths(text: str) -> set[str]:
+    """Targets of ``[text](path)``, images included: no web addresses, no anchors, no code."""
+    text = re.sub(r"^(```|~~~).*?^\1", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"(`+).*?\1", "code", text)
+    targets = re.findall(r"\]\(\s*<?([^)>\s]+)>?[^)]*\)", text)
+    paths = (target.partition("#")[0] for target in targets if not re.match(r"[a-z][a-z+.-]*:", target))
+    return {path for path in paths if path}
+
+
+def dead_links(document: Path) -> list[str]:
+    paths = sorted(linked_paths(document.read_text()))
+    return [path for path in paths if not (document.parent / path).exists()]
 
 
 def test_pages_agree_with_their_tables() -> None:
@@ -264,3 +279,22 @@ def test_documents_name_paths_that_exist() -> None:
             if not known and not any((base / token).exists() for base in (ROOT, document.parent)):
                 missing.append(f"{relative(document)}: {token}")
     assert not missing
+
+
+def test_links_lead_to_files(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "[`code`](page.md#top) [a](gone.md) ![b](<lost.png> 'title') [c](https://example.org/x) [d](#top)\n"
+        "`[e](in.code)`\n```\n[f](in.block)\n```\n[g](sub/missing)\n"
+    )
+    assert dead_links(page) == ["gone.md", "lost.png", "sub/missing"]
+    pages = {relative(document): dead_links(document) for document in documents()}
+    assert {
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/cli.md",
+        "examples/README.md",
+        "benchmarks/README.md",
+    } <= set(pages)
+    assert sum(len(linked_paths(document.read_text())) for document in documents()) >= 10
+    assert not {page: links for page, links in pages.items() if links}

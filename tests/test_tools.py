@@ -50,3 +50,25 @@ def test_checks_go_on_after_a_failure_and_print_the_split() -> None:
     for part in ("lint", "types", "rooms"):
         assert re.search(rf"^{part} +\d+\.\d\d +[\d.]+  FAILED$", result.stdout, re.MULTILINE), result.stdout
     assert re.search(r"^total +\d+\.\d\d", result.stdout, re.MULTILINE)
+
+
+def report_of(minutes: dict[str, float], failed: list[str]) -> list[str]:
+    """What tools/check.py prints after a run that took so long."""
+    code = f"import check; check.report({minutes!r}, {failed!r})"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "tools", capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+def test_a_slow_part_has_passed_and_says_so() -> None:
+    lines = report_of({"lint": 0.01, "types": 99.0, "rooms": 99.0}, ["rooms"])
+    words = {line.split()[0]: " ".join(line.split()[3:]) for line in lines if line}
+    assert words["lint"] == "passed"
+    assert re.fullmatch(r"passed, slower than its budget of [\d.]+ minutes", words["types"])
+    assert words["rooms"].startswith("FAILED, slower than its budget")
+
+
+def test_the_budgets_stay_below_ten_minutes() -> None:
+    code = "import check; print(sum(check.BUDGET.values()))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "tools", capture_output=True, text=True)
+    assert 0 < float(result.stdout) < 10, result.stdout + result.stderr

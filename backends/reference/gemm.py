@@ -20,16 +20,17 @@ def gemm(
     """Solve one problem; see ``dg_core.backend.Gemm`` for the shapes under each grouping."""
 
     def left(g: int) -> Operand:
-        return Operand(a[g], None if sfa is None else sfa[g], p.sfa)
+        return Operand(a[g], None if sfa is None else sfa[g], p.sfa, p.packed_axes[0])
 
     def right(g: int) -> Operand:
-        return Operand(b[g], None if sfb is None else sfb[g], p.sfb)
+        return Operand(b[g], None if sfb is None else sfb[g], p.sfb, p.packed_axes[1])
 
     if p.m == 0 or p.n == 0:
         return
     if p.grouping == "dense":
         target = None if p.head_splits is None else _scattered(p.n, p.head_splits, d.device)
-        write_product([(Operand(a, sfa, p.sfa), Operand(b, sfb, p.sfb))], p.k, d, c, target)
+        pair = Operand(a, sfa, p.sfa, p.packed_axes[0]), Operand(b, sfb, p.sfb, p.packed_axes[1])
+        write_product([pair], p.k, d, c, target)
     elif p.grouping == "batch_sum":
         write_product([(left(g), right(g)) for g in range(p.groups)], p.k, d, c)
     elif p.grouping == "batched":
@@ -40,7 +41,7 @@ def gemm(
         for g in range(p.groups):
             _write_rows(p, left(g), right(g), d[g], row < layout[g])
     elif layout is not None:
-        _labelled(p, Operand(a, sfa, p.sfa), [right(g) for g in range(p.groups)], d, layout)
+        _labelled(p, Operand(a, sfa, p.sfa, p.packed_axes[0]), [right(g) for g in range(p.groups)], d, layout)
 
 
 def _scattered(n: int, splits: tuple[int, int, int], device: torch.device) -> Tensor:
@@ -68,18 +69,33 @@ def _write_rows(p: Gemm, a: Operand, b: Operand, d: Tensor, wanted: Tensor) -> N
             d[rows, columns] = value
 
 
+def _write_range(p: Gemm, a: Operand, b: Operand, d: Tensor, start: int, stop: int) -> None:
+    """``d[i] = A[i] @ B.T`` for the rows from ``start`` to ``stop``."""
+    for columns in steps(p.n, TILE):
+        for part in steps(max(stop - start, 0), TILE):
+            rows = slice(start + part.start, start + part.stop)
+            d[rows, columns] = product([(a, b)], rows, columns, p.k, d.device).to(d.dtype)
+
+
 def _labelled(p: Gemm, a: Operand, weights: Sequence[Operand], d: Tensor, layout: Tensor) -> None:
     """Rows that belong to groups by label or, under a psum layout, by the group's end row."""
     if p.grouping == "contiguous":
         for g, b in enumerate(weights):
             _write_rows(p, a, b, d, layout == g)
         return
-    row = torch.arange(p.m, device=d.device)
     starts, ends = psum_rows(layout, p.alignment, p.m)
+    gap_ends = (ends + p.alignment - 1) // p.alignment * p.alignment
+    # Group by group, since a table of rows x groups may take more memory than the operands. Gaps come first:
+    # where ends are not in order, one may lie over the rows of a group, which then are written.
+    if on_host(d):
+        ranges = list(zip(starts.tolist(), ends.tolist(), gap_ends.tolist(), strict=True))
+        for _, end, gap_end in ranges if p.zero_padding else ():
+            d[end:gap_end] = 0
+        for b, (start, end, _) in zip(weights, ranges, strict=True):
+            _write_range(p, a, b, d, start, end)
+        return
+    row = torch.arange(p.m, dtype=torch.int32, device=d.device)
+    for g in range(len(weights) if p.zero_padding else 0):
+        d.masked_fill_(((row >= ends[g]) & (row < gap_ends[g]))[:, None], 0)
     for g, b in enumerate(weights):
         _write_rows(p, a, b, d, (row >= starts[g]) & (row < ends[g]))
-    if p.zero_padding:
-        gap_ends = (ends + p.alignment - 1) // p.alignment * p.alignment
-        owned = ((row[:, None] >= starts) & (row[:, None] < ends)).any(1)
-        gap = ((row[:, None] >= ends) & (row[:, None] < gap_ends)).any(1)
-        d.masked_fill_((gap & ~owned)[:, None], 0)

@@ -9,7 +9,7 @@ from dg_core.backend import MqaLogits, PagedMetadata, PagedMqaLogits
 from dg_core.layout import ceil_div, empty_logits, unpack_ue8m0_from_int
 from dg_core.quant import dequantise_fp4, unpack_fp4
 
-from .operand import multiply_blocks, steps
+from .operand import multiply_blocks, on_host, steps
 from .precision import matmul
 
 FP4_GRAN = 32  # one UE8M0 exponent for 32 values along D
@@ -88,7 +88,11 @@ def paged_mqa_logits(
     for request in range(p.batch):
         rows = out[request * p.next_n : (request + 1) * p.next_n]
         queries = _queries(q[request], None if q_sf is None else q_sf[request])
-        for part in steps(stored, KEY_STEP):
+        # Past its longest context a request has no logits; a context that only a device knows is not read.
+        keys_here = max(int(seen[request].amax()), 0) if on_host(seen) and p.next_n else stored
+        # Filled even where logits need not be clean, so that equal calls give equal bits.
+        rows[:, keys_here:] = -torch.inf
+        for part in steps(keys_here, KEY_STEP):
             pages = block_table[request, part.start // p.page_size : ceil_div(part.stop, p.page_size)]
             keys, scales = _gather_pages(p, cache[pages.to(torch.int64).clamp(0, p.pages - 1)])
             score = _scores(queries, keys, weights[request], scales)

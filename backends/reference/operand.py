@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dg_core.layout import PACKED_FP4, ScaleFormat, packed_axis, unpack_ue8m0_from_int
+from dg_core.layout import PACKED_FP4, ScaleFormat, unpack_ue8m0_from_int
 from dg_core.quant import dequantise_fp4, unpack_fp4
 
 from .precision import matmul
@@ -63,12 +63,13 @@ def multiply_blocks(values: Tensor, scales: Tensor, gran_k: int) -> None:
 
 @dataclass(frozen=True)
 class Operand:
-    """A stored matrix ``[mn, k]`` (packed FP4: half as many along one axis) with scales ``sf`` of format
-    ``fmt``."""
+    """A stored matrix ``[mn, k]`` (packed FP4: half as many along ``packed_axis``) with scales ``sf`` of
+    format ``fmt``."""
 
     values: Tensor
     sf: Tensor | None = None
     fmt: ScaleFormat | None = None
+    packed_axis: int = -1
 
     def block(self, rows: Rows, columns: slice) -> Tensor:
         values = self._values(rows, columns)
@@ -84,7 +85,7 @@ class Operand:
         x = self.values
         if x.dtype != PACKED_FP4:
             return select(x[:, columns], rows).float()
-        if packed_axis(x) == -1:
+        if self.packed_axis == -1:
             return dequantise_fp4(unpack_fp4(select(x[:, columns.start // 2 : columns.stop // 2], rows)))
         number = row_numbers(rows, x.device)
         raw = x[:, columns].index_select(0, number // 2).view(torch.uint8)

@@ -19,7 +19,7 @@ from ..errors import ArgumentError
 from ..opspec import Cost, Op, cost
 from ..testing.cases import SETS, Case
 from ..version import __version__
-from . import measure, terminal
+from . import measure, params, terminal
 from .peers import find_deep_gemm, peers
 
 
@@ -182,7 +182,7 @@ def plot(rows: list[Row], title: str, file: Path) -> None:
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.3)
     axes.legend(fontsize=8)
-    figure.savefig(file, dpi=120)
+    figure.savefig(file, dpi=120, format="png")  # whatever the name ends with
 
 
 @click.command("bench")
@@ -193,19 +193,20 @@ def plot(rows: list[Row], title: str, file: Path) -> None:
     type=click.Choice(list(SETS)),
     help="Cases; small on a CPU, h200 on a card if left out.",
 )
-@click.option("--device", metavar="NAME", help="cpu, cuda, cuda:1 ...; the best one here if left out.")
+@click.option(
+    "--device",
+    type=params.device,
+    metavar="NAME",
+    help="cpu, cuda, cuda:1 ...; the best one here if left out.",
+)
 @click.option(
     "--runs", type=click.IntRange(min=1), default=measure.MIN_RUNS, show_default=True, help="Timed calls."
 )
-@click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Also write the rows here."
-)
-@click.option(
-    "--plot", "plot_file", type=click.Path(dir_okay=False, path_type=Path), help="Also write a PNG here."
-)
+@click.option("--json", "json_file", type=params.new_file, metavar="FILE", help="Also write the rows here.")
+@click.option("--plot", "plot_file", type=params.new_file, metavar="FILE", help="Also write a PNG here.")
 @click.option("--no-peers", is_flag=True, help="Do not time other programs' products.")
 def command(
-    op: tuple[str, ...], chosen: str | None, device: str | None, runs: int, json_file: Path | None,
+    op: tuple[str, ...], chosen: str | None, device: torch.device | None, runs: int, json_file: Path | None,
     plot_file: Path | None, no_peers: bool,
 ) -> None:  # fmt: skip
     """Time operations: all families, or those that OP names (a family of the table, or an operation).
@@ -215,7 +216,7 @@ def command(
     """
     if plot_file is not None:
         _need_matplotlib()
-    target = torch.device(device) if device else default_device()
+    target = device or default_device()
     cases = chosen_cases(SETS[chosen or ("h200" if target.type == "cuda" else "small")], op)
     backend, passed_over = choose(target)
     clock = measure.Clock(target, runs)

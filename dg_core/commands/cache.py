@@ -10,7 +10,8 @@ from typing import Any
 import click
 
 from .. import cache
-from . import archive, terminal
+from ..errors import ArgumentError
+from . import archive, params, terminal
 
 
 @click.group("cache")
@@ -88,14 +89,14 @@ def _clear(keys: tuple[str, ...], yes: bool) -> None:
 
 
 @command.command("export", short_help="Write entries to a tar archive.")
-@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("file", type=params.new_file)
 @click.argument("keys", nargs=-1)
 def _export(file: Path, keys: tuple[str, ...]) -> None:
     """Write the entries KEYS, or all sound entries, to the tar archive FILE (.gz and .tgz compress)."""
     found = cache.entries()
     missing = sorted(set(keys) - {entry.key for entry in found})
     if missing:
-        raise click.ClickException(f"no entry is called {missing[0]!r}; `dg-core cache list` shows all")
+        raise ArgumentError(f"cache: no entry is called {missing[0]!r}; `dg-core cache list` shows all")
     chosen = [entry for entry in found if not keys or entry.key in keys]
     damaged = [entry for entry in chosen if not entry.ok]
     if not any(entry.ok for entry in chosen):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from .. import ops
 from ..backend import Problem
-from ..errors import ArgumentError
+from ..errors import ArgumentError, DGError
 from ..layout import BLOCK_1X128, BLOCK_128X128, PACKED_128, PER_ROW, ScaleFormat, ceil_div
 from ..opspec import Arg, Cost, Op, Options, Tensors, cost
+
+Made = TypeVar("Made")
 
 SCALES: Mapping[str, tuple[ScaleFormat, ScaleFormat]] = {
     "block": (BLOCK_1X128, BLOCK_128X128),
@@ -81,7 +83,8 @@ def make_call(op: Op, given: Mapping[str, int] | None = None, scales: str = "blo
     """The call of ``op`` with these sizes (others are ``DEFAULTS``) and this family of scales.
 
     Raises:
-        ArgumentError: the operation has no such size, or a size is negative.
+        ArgumentError: the operation has no such size, a size is negative, or a tensor has 2**63 bytes or
+        more.
         ShapeError, DTypeError: what the operation itself refuses.
     """
     names = size_names(op)
@@ -97,7 +100,9 @@ def make_call(op: Op, given: Mapping[str, int] | None = None, scales: str = "blo
     options = tuple(_option(op, option.name, option.default, every) for option in op.options)
     dims = op.check(*tensors)
     problem, _ = op.prepare(op, dims, tensors, options)
-    work = cost(op, {**every, **dims}, (*tensors, op.fake(tensors, options)) if op.fake else tensors)
+    fake = op.fake
+    result = () if fake is None else (_within_addresses(op, lambda: fake(tensors, options)),)
+    work = cost(op, {**every, **dims}, (*tensors, *result))
     return Call(op, sizes, tensors, options, problem, work)
 
 
@@ -109,7 +114,23 @@ def _tensor(op: Op, arg: Arg, sizes: Mapping[str, int], scales: str) -> torch.Te
     else:
         text = arg.axes or _SHAPES[op.sampler, arg.name]
         shape, dtype = tuple(_size(axis, sizes) for axis in text.split()), arg.dtypes[0]
-    return torch.empty(shape, dtype=dtype, device="meta")
+    return _within_addresses(op, lambda: torch.empty(shape, dtype=dtype, device="meta"))
+
+
+def _within_addresses(op: Op, make: Callable[[], Made]) -> Made:
+    """What ``make`` returns, where torch can count its bytes in 64 bits.
+
+    torch says in three ways that it cannot: a size past 63 bits, a number of elements, a number of bytes.
+
+    Raises:
+        ArgumentError: it cannot.
+    """
+    try:
+        return make()
+    except DGError:
+        raise
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise ArgumentError(f"{op.name}: these sizes make a tensor of 2**63 bytes or more") from error
 
 
 def _size(axis: str, sizes: Mapping[str, int]) -> int:

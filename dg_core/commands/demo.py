@@ -14,19 +14,24 @@ import torch
 from .. import demo, doctor
 from ..dispatch import choose, default_device
 from ..errors import BackendUnavailable
-from . import terminal
+from . import params, terminal
 
 
 @click.command("demo")
-@click.option("--device", metavar="NAME", help="cpu, cuda, cuda:1 ...; the best one here if left out.")
+@click.option(
+    "--device",
+    type=params.device,
+    metavar="NAME",
+    help="cpu, cuda, cuda:1 ...; the best one here if left out.",
+)
 @click.option("--no-model", is_flag=True, help="Leave out the MiniLM example.")
-def command(device: str | None, no_model: bool) -> None:
+def command(device: torch.device | None, no_model: bool) -> None:
     """A tour of the operations on the best backend here, then a real model in FP8.
 
     The exit status is 1 when an error is above its bound, or the model misses one of its criteria.
     """
     begun = time.perf_counter()
-    target = torch.device(device) if device else default_device()
+    target = device or default_device()
     with _busy("looking at this machine"):
         report = doctor.collect()
     click.echo(doctor.summary(report))

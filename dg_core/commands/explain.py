@@ -12,14 +12,17 @@ import torch
 
 from .. import ops
 from ..backend import Availability
-from ..dispatch import candidates, default_device, load_backend, probe, requested_backend
+from ..dispatch import candidates, load_backend, probe, requested_backend
 from ..doctor.text import WIDTH
 from ..errors import BackendUnavailable
-from ..layout import ScaleFormat, dtype_name
+from ..layout import ScaleFormat
+from ..rules import dtype_name
 from . import CUDA_ENGINE_MISSING, calls, terminal
+from .params import ARCHS, arch_at_hand
+from .params import arch as known_arch
 
-# The backend written for an architecture, by the start of its name. Any other is left to the reference.
-_MADE_FOR = {"sm": "cuda", "gfx": "hip"}
+# Of a size: int() refuses more than 4300 digits, and 2**63 has 19.
+MAX_DIGITS = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,20 +36,9 @@ class Choice:
     passed_over: dict[str, str]
 
 
-def _arch_at_hand() -> tuple[str, torch.device]:
-    """The architecture of the default device, whichever backend can name it."""
-    device = default_device()
-    for name in candidates(device):
-        try:
-            return load_backend(name).target(device).arch, device
-        except BackendUnavailable:
-            continue
-    return device.type, device
-
-
 def choose_for(call: calls.Call, arch: str | None) -> Choice:
     """Walk the backends in dispatch's order until one has the operation."""
-    here, device = _arch_at_hand()
+    here, device = arch_at_hand()
     at_hand = arch is None or arch == here
     arch = here if arch is None else arch
     asked = requested_backend()
@@ -55,7 +47,7 @@ def choose_for(call: calls.Call, arch: str | None) -> Choice:
     elif at_hand:
         order = candidates(device)
     else:
-        order = (*(name for start, name in _MADE_FOR.items() if arch.startswith(start)), "reference")
+        order = tuple(dict.fromkeys((ARCHS[arch], "reference")))
     passed_over: dict[str, str] = {}
     for name in order:
         state = probe(name, device) if at_hand else _elsewhere(name, arch)
@@ -102,7 +94,7 @@ def _sizes(context: click.Context, parameter: click.Parameter, given: tuple[str,
     found = {}
     for text in given:
         name, equals, value = text.partition("=")
-        if not equals or not value.isdigit():
+        if not equals or not value.isdecimal() or len(value) > MAX_DIGITS:
             raise click.BadParameter(f"{text!r} is not NAME=NUMBER")
         found[name.strip().upper()] = int(value)
     return found
@@ -125,7 +117,9 @@ def _sizes(context: click.Context, parameter: click.Parameter, given: tuple[str,
     help="Scale family.",
 )
 @click.option("--expr", help="Expression of einsum and fp8_einsum, such as 'bhr,hdr->bhd'.")
-@click.option("--arch", help="sm90a, sm100a, gfx938, cpu ...; that of the device at hand if left out.")
+@click.option(
+    "--arch", type=known_arch, help=f"One of {', '.join(ARCHS)}; that of the device at hand if left out."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     op: str, m: int | None, n: int | None, k: int | None, groups: int | None, more: dict[str, int], scales:

@@ -12,9 +12,11 @@ from .. import ops
 from ..dispatch import backend_names, load_backend
 from ..errors import BackendUnavailable
 from . import calls, terminal
+from .params import ARCHS
+from .params import arch as known_arch
 
-# The architectures that the backends are written for; the reference takes whatever torch does.
-ARCHS = ("cpu", "sm90a", "sm100a", "gfx938")
+# What the table shows by itself: as many columns as 100 characters hold beside the longest name.
+SHOWN = tuple(arch for arch in ARCHS if arch != "gfx950")
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Support:
     reason: str
 
 
-def support(archs: tuple[str, ...] = ARCHS) -> Iterator[Support]:
+def support(archs: tuple[str, ...] = SHOWN) -> Iterator[Support]:
     """Every operation of the table on every backend and architecture."""
     types = {name: calls.problem_type(op) for name, op in ops.TABLE.items()}
     for backend_name in backend_names():
@@ -52,12 +54,13 @@ def support(archs: tuple[str, ...] = ARCHS) -> Iterator[Support]:
 @click.option(
     "--arch",
     "archs",
+    type=known_arch,
     multiple=True,
-    help=f"Only this architecture; repeat for more. Default: {', '.join(ARCHS)}.",
+    help=f"Only this architecture; repeat for more. Default: {', '.join(SHOWN)}.",
 )
 def command(as_json: bool, archs: tuple[str, ...]) -> None:
     """Which backend has which operation on which architecture, with the reasons where none has."""
-    chosen = archs or ARCHS
+    chosen = archs or SHOWN
     rows = list(support(chosen))
     if as_json:
         listed = {name: list(op.names) for name, op in ops.TABLE.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from ..layout import PACKED_FP4, align, ceil_div, dtype_name, overlaps_itself
+from ..rules import is_integer
 from .axes import axis_source, logical_shape
 
 if TYPE_CHECKING:
@@ -136,11 +136,6 @@ def make_check(op: Op) -> Callable[..., dict[str, int]]:
 
 
 # Options ----------------------------------------------------------------------------------------------------
-
-
-def is_integer(value: object) -> bool:
-    """True for an integer of Python or NumPy; a bool is none."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def option_rule(option: Option) -> str:

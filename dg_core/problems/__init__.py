@@ -6,7 +6,7 @@ that neither axis expressions nor the limits of one option can say are checked h
 lengths of layouts, what c and d share.
 """
 
-from .common import View, may_share_memory, require, same_view
+from .common import View, require, same_view, share_elements, span
 from .gemm import batched, contiguous, dense, einsum, masked, skip_head_mid
 from .k_grouped import k_grouped_flat, k_grouped_rows
 from .logits import LOGITS_DTYPES, PAGE_SIZES, mqa_logits, paged_metadata, paged_mqa_logits
@@ -24,7 +24,6 @@ __all__ = [
     "k_grouped_flat",
     "k_grouped_rows",
     "masked",
-    "may_share_memory",
     "mqa_logits",
     "paged_metadata",
     "paged_mqa_logits",
@@ -33,5 +32,7 @@ __all__ = [
     "sf_mn_major",
     "sf_pack",
     "sf_pack_k_grouped",
+    "share_elements",
     "skip_head_mid",
+    "span",
 ]

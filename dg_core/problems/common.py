@@ -6,6 +6,7 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..errors import DTypeError
@@ -45,19 +46,29 @@ def same_view(x: Tensor | None, y: Tensor | None) -> bool:
     return x is y or (x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride())
 
 
-def _extent(x: Tensor) -> tuple[int, int]:
-    last = (
-        sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-        if x.numel()
-        else -1
-    )
-    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+def span(x: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    if not x.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return (last + 1) * x.element_size()
 
 
-def may_share_memory(x: Tensor, y: Tensor) -> bool:
-    """True when the address ranges of two tensors meet (they may interleave without sharing any)."""
-    (x0, x1), (y0, y1) = _extent(x), _extent(y)
-    return x0 < y1 and y0 < x1
+def share_elements(x: Tensor, y: Tensor) -> bool:
+    """True when two tensors have an address in common; where their spans meet, bytes are marked to tell."""
+    starts, ends = (x.data_ptr(), y.data_ptr()), (x.data_ptr() + span(x), y.data_ptr() + span(y))
+    if starts[0] >= ends[1] or starts[1] >= ends[0]:
+        return False
+    first = min(starts)
+    marks = torch.zeros(max(ends) - first, dtype=torch.bool)
+
+    def bytes_of(t: Tensor) -> Tensor:
+        size = t.element_size()
+        strides = (*(stride * size for stride in t.stride()), 1)
+        return marks.as_strided((*t.shape, size), strides, t.data_ptr() - first)
+
+    bytes_of(x).fill_(True)
+    return bool(bytes_of(y).any())
 
 
 def accumulation(op: Op, tensors: Tensors) -> tuple[bool, bool]:
@@ -72,15 +83,6 @@ def accumulation(op: Op, tensors: Tensors) -> tuple[bool, bool]:
 
 
 # Views ------------------------------------------------------------------------------------------------------
-
-
-def shared_view(op: Op, tensors: Tensors) -> View | None:
-    """Copy c first where it shares memory with d without being d, since d is written while c is read."""
-    c, d = tensor(op, tensors, "c"), tensor(op, tensors, "d")
-    if c is None or d is None or same_view(c, d) or not may_share_memory(c, d):
-        return None
-    position = op.positions["c"]
-    return lambda t: (*t[:position], require(t[position]).clone(), *t[position + 1 :])
 
 
 def stored_view(op: Op, tensors: Tensors) -> View | None:

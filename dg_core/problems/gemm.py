@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import config
 from ..backend import Gemm
 from ..errors import ArgumentError, ShapeError
-from ..layout import ScaleFormat, recognise_scale, split_recipe
+from ..layout import PACKED_FP4, ScaleFormat, packed_axis, recognise_scale, split_recipe
 from ..opspec import Dims, Op, Options, Tensors
 from .common import (
     View,
@@ -19,7 +19,6 @@ from .common import (
     option,
     primitive_view,
     require,
-    shared_view,
     stored_view,
     tensor,
 )
@@ -63,8 +62,22 @@ def _gemm(
         sfa, sfb = _scales(op, stored(tensors) if stored else tensors, (a, b), options)
     accumulate, in_place = accumulation(op, tensors)
     sizes = (dims["M"], dims["N"], dims["K"], dims.get("G", 1))
-    problem = Gemm(op.name, grouping, *sizes, sfa, sfb, accumulate, in_place, **more)
-    return problem, chain(shared_view(op, tensors), stored, primitive_view(op))
+    packed = (_packed_axis(op, tensors, "a"), _packed_axis(op, tensors, "b"))
+    problem = Gemm(op.name, grouping, *sizes, sfa, sfb, accumulate, in_place, packed_axes=packed, **more)
+    return problem, chain(stored, primitive_view(op))
+
+
+def _packed_axis(op: Op, tensors: Tensors, name: str) -> int:
+    """The packed axis of an FP4 operand in the primitive's orientation.
+
+    It is read off the caller's tensor, as the check did: one byte along an axis has unit stride either way,
+    and after an exchange of axes the strides alone would mean the other one.
+    """
+    operand = require(tensor(op, tensors, name))
+    if operand.dtype != PACKED_FP4:
+        return -1
+    axis = packed_axis(operand)
+    return -3 - axis if op.args[op.positions[name]].transposed else axis
 
 
 def dense(op: Op, dims: Dims, tensors: Tensors, options: Options) -> tuple[Gemm, View | None]:
@@ -143,8 +156,15 @@ _EINSUM: dict[str, tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 def _permute(x: Tensor | None, order: Sequence[int]) -> Tensor | None:
-    # A tensor of another rank is left alone: the recognition of scales then names the shape that it has.
-    return x if x is None or x.dim() != len(order) else x.permute(*order)
+    """``x`` in the primitive's order; scales of whole rows have no contracted axis, the last of ``order``.
+
+    A tensor of another rank is left alone: the recognition of scales then names the shape that it has.
+    """
+    if x is None or x.dim() not in (len(order), len(order) - 1):
+        return x
+    if x.dim() == len(order):
+        return x.permute(*order)
+    return x.permute(*(axis - (axis > order[-1]) for axis in order[:-1]))
 
 
 def einsum(
@@ -170,4 +190,4 @@ def einsum(
             recognise_scale(op.name, f"sfb.permute{order_b}", sfb, "b", tuple(lead), n, k, recipes[1]),
         )
     problem = Gemm(op.name, grouping, m, n, k, lead[0], *formats, *accumulation(op, tensors))
-    return problem, chain(shared_view(op, tensors), view)
+    return problem, view

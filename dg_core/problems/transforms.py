@@ -49,6 +49,11 @@ def sf_pack_k_grouped(
     if alignment % 32:
         raise ArgumentError(f"{op.name}: k_alignment is {alignment}; it must be a multiple of 32")
     psum = bool(option(op, options, "use_psum_layout"))
+    if psum and alignment % gran_k:
+        raise ArgumentError(
+            f"{op.name}: k_alignment is {alignment}; under a psum layout it must be a multiple of "
+            f"gran_k = {gran_k}, so that no scale covers two groups"
+        )
     ks = None if psum else group_sizes(op, dims["G"], tensors[1], options)
     if ks is not None:
         fewest = sum(ceil_div(k, gran_k) for k in ks)

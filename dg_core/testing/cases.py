@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["H200", "SETS", "SMALL", "Case"]
+__all__ = ["H200", "MODELS", "SETS", "SMALL", "Case"]
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def prenorm(m: int, n: int, k: int) -> Case:
     return Case("prenorm", "tf32_hc_prenorm_gemm", (m, n, k), {"M": m, "N": n, "K": k})
 
 
-# (N, K) of the linear layers, and of the two products of an expert.
+# (N, K) of the linear layers of a model, and of the two products of an expert.
 _LAYERS = ((2112, 7168), (576, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048))
 _EXPERTS = ((6144, 7168), (7168, 3072), (4096, 4096), (4096, 2048))
 
@@ -120,4 +120,6 @@ SMALL = (
     1024), bf16(512, 1024, 1024), wgrad(512, 1024, 1024), contiguous(4, 128, 1024, 512), masked(4, 96, 1024,
     512), k_grouped(4, 512, 512, 256), mqa(128, 1024, 32, 128), paged(8, 1, 1024), prenorm(512, 24, 1024),
 )  # fmt: skip
+#: Model -> (N, K) of its linear layers: the names that `precompile --model` takes.
+MODELS: Mapping[str, tuple[tuple[int, int], ...]] = {"deepseek-v3": _LAYERS}
 SETS: Mapping[str, tuple[Case, ...]] = {"small": SMALL, "h200": H200}

@@ -17,6 +17,7 @@ from dg_core import (
     m_grouped_bf16_gemm_nt_contiguous,
 )
 from dg_core.errors import DTypeError, ShapeError
+from dg_core.rules import flag, one_device, takes, tensor
 
 __all__ = [
     "a_fused_k_grouped_bf16_gemm_tn_contiguous_tl", "a_fused_m_grouped_bf16_gemm_nn_contiguous_tl",
@@ -38,13 +39,22 @@ def m_grouped_bf16_gemm_nn_contiguous_tl(a: Tensor, b: Tensor, d: Tensor, m_indi
     m_grouped_bf16_gemm_nn_contiguous(a, b, d, m_indices)
 
 
-def _handle(op: str, handle: Any, *axes: str) -> tuple[Tensor, ...]:
+# Rows are gathered from a and b before a public function sees them, so these hold them against its rules.
+_m_gathers = takes(a=tensor(torch.bfloat16, axes=(2,)), b=tensor(torch.bfloat16, axes=(3,)), d=tensor())
+_k_gathers = takes(
+    a=tensor(torch.bfloat16, axes=(2,)), b=tensor(torch.bfloat16, axes=(2,)), d=tensor(), acc=flag
+)
+
+
+def _handle(op: str, handle: Any, operand: Tensor, *axes: str) -> tuple[Tensor, ...]:
     """The vectors of a handle; ``axes`` are their signatures, such as ``k_start[G]``."""
     vectors = tuple(handle) if isinstance(handle, (tuple, list)) else ()
     if len(vectors) != len(axes) or not all(
         isinstance(x, Tensor) and x.dtype == torch.int32 for x in vectors
     ):
         raise DTypeError(f"{op}: handle is {handle!r:.80}; it must be the int32 tensors ({', '.join(axes)})")
+    named = {axis.partition("[")[0]: x for axis, x in zip(axes, vectors, strict=True)}
+    one_device(op, operand=operand, **named)
     sizes: dict[str, int] = {}
     for x, signature in zip(vectors, axes, strict=True):
         name, _, axis = signature.rstrip("]").partition("[")
@@ -65,11 +75,12 @@ def _gather(x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def _m_grouped(op: str, a: Tensor, handle: RowHandle) -> tuple[Tensor, Tensor]:
     """The gathered rows of a, and their groups: -1 where the row does not exist."""
-    m_indices, m_row_indices = _handle(op, handle, "m_indices[M]", "m_row_indices[M]")
+    m_indices, m_row_indices = _handle(op, handle, a, "m_indices[M]", "m_row_indices[M]")
     rows, exists = _gather(a, m_row_indices)
     return rows, torch.where(exists, m_indices, -1)
 
 
+@_m_gathers
 def a_fused_m_grouped_bf16_gemm_nt_contiguous_tl(a: Tensor, b: Tensor, d: Tensor, handle: RowHandle) -> None:
     """``d[i] = a[m_row_indices[i]] @ b[m_indices[i]].T``.
 
@@ -86,6 +97,7 @@ def a_fused_m_grouped_bf16_gemm_nt_contiguous_tl(a: Tensor, b: Tensor, d: Tensor
     m_grouped_bf16_gemm_nt_contiguous(rows, b, d, labels)
 
 
+@_m_gathers
 def a_fused_m_grouped_bf16_gemm_nn_contiguous_tl(a: Tensor, b: Tensor, d: Tensor, handle: RowHandle) -> None:
     """``a_fused_m_grouped_bf16_gemm_nt_contiguous_tl`` with ``b[G, K, N]``."""
     rows, labels = _m_grouped("a_fused_m_grouped_bf16_gemm_nn_contiguous_tl", a, handle)
@@ -98,7 +110,7 @@ def _k_grouped(op: str, fused: Tensor, plain: Tensor, handle: GroupHandle) -> tu
     Position p of the result lies in the group whose sizes, added up, first exceed p; it stands for row
     ``start + (p - sizes before)`` of the plain operand, and the row of the fused one that k_indices names.
     """
-    k_indices, k_start, k_end = _handle(op, handle, "k_indices[K]", "k_start[G]", "k_end[G]")
+    k_indices, k_start, k_end = _handle(op, handle, plain, "k_indices[K]", "k_start[G]", "k_end[G]")
     total = k_indices.shape[0]
     if plain.shape[:1] != (total,):
         raise ShapeError(
@@ -120,6 +132,7 @@ def _k_grouped(op: str, fused: Tensor, plain: Tensor, handle: GroupHandle) -> tu
     return torch.where(keep, gathered, zero), torch.where(keep, rows, zero), sizes.to(torch.int32)
 
 
+@_k_gathers
 def a_fused_k_grouped_bf16_gemm_tn_contiguous_tl(
     a: Tensor, b: Tensor, d: Tensor, handle: GroupHandle, acc: bool = False
 ) -> None:
@@ -139,6 +152,7 @@ def a_fused_k_grouped_bf16_gemm_tn_contiguous_tl(
     k_grouped_bf16_gemm_tn_contiguous(rows_a, rows_b, d, None, sizes, d if acc else None)
 
 
+@_k_gathers
 def b_fused_k_grouped_bf16_gemm_tn_contiguous_tl(
     a: Tensor, b: Tensor, d: Tensor, handle: GroupHandle, acc: bool = False
 ) -> None:

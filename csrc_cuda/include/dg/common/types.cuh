@@ -16,6 +16,7 @@ using u8 = unsigned char;
 using u32 = unsigned int;
 using i32 = int;
 using i64 = long long;
+using u64 = unsigned long long;
 
 static_assert(sizeof(u32) == 4 && sizeof(i64) == 8, "kernels and host agree on these widths");
 

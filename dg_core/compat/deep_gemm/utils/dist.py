@@ -10,12 +10,14 @@ from torch import Tensor
 
 from dg_core import config
 from dg_core.errors import ArgumentError
+from dg_core.rules import integer, takes, tensor
 
 __all__ = ["dist_print", "init_dist", "uneven_all_gather"]
 
 _local_rank = 0  # of this process on its node, as init_dist was told
 
 
+@takes(local_rank=integer(), num_local_ranks=integer(1))
 def init_dist(local_rank: int, num_local_ranks: int) -> tuple[int, int, dist.ProcessGroup]:
     """Join the process group of all ranks: NCCL on the card ``local_rank`` where there are cards, else Gloo.
 
@@ -53,6 +55,7 @@ def init_dist(local_rank: int, num_local_ranks: int) -> tuple[int, int, dist.Pro
     return dist.get_rank(), len(ranks), group
 
 
+@takes(tensor=tensor(least_axes=1), dim=integer())
 def uneven_all_gather(tensor: Tensor, dim: int = 0, group: dist.ProcessGroup | None = None) -> Tensor:
     """The ranks' tensors joined along ``dim``, in the order of ranks, where their sizes along it differ.
 
