@@ -14,7 +14,7 @@ import importlib.metadata
 import itertools
 import threading
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -176,7 +176,7 @@ config.set_processor_counter(lambda: default_target().processors)
 # Plans ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Entry:
     """A plan, and how far the memory of its call's tensors reaches, as (position, bytes): what is written and
     what is only read. Addresses are no part of a key, so whether the two meet is looked at on every call."""
@@ -184,6 +184,7 @@ class _Entry:
     plan: Plan
     writes: tuple[tuple[int, int], ...]
     reads: tuple[tuple[int, int], ...]
+    apart: list[int] = field(default_factory=list)  # addresses that were looked at last and do not meet
 
 
 def _in_place(op: Op, tensors: Tensors) -> bool:
@@ -228,15 +229,23 @@ def run(op: Op, tensors: Tensors, options: Options = ()) -> Any:
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
         entry = _plans[key] = _make_entry(op, tensors, options)
-    if len(entry.writes) > 1:
-        _check_outputs(op, tensors)
+    if addresses != entry.apart:  # a caching allocator gives the same ones again and again
+        if len(entry.writes) > 1:
+            _check_outputs(op, tensors)
+        if _meet(entry, addresses):
+            return run(op, _copied(op, entry, tensors), options)
+        entry.apart = addresses
+    return entry.plan(*tensors)
+
+
+def _meet(entry: _Entry, addresses: list[int]) -> bool:
+    """True when memory that the call reads and memory that it writes meet, as far as their spans tell."""
     for written, size in entry.writes:
         start = addresses[written]
-        end = start + size
         for read, length in entry.reads:
-            if addresses[read] < end and start < addresses[read] + length:
-                return run(op, _apart(op, entry, tensors), options)
-    return entry.plan(*tensors)
+            if addresses[read] < start + size and start < addresses[read] + length:
+                return True
+    return False
 
 
 def run_unplanned(op: Op, tensors: Tensors, options: Options) -> Any:
@@ -255,7 +264,7 @@ def _make_entry(op: Op, tensors: Tensors, options: Options) -> _Entry:
     return _Entry(plan, tuple((i, spans[i]) for i in outputs if spans[i]), reads if outputs else ())
 
 
-def _apart(op: Op, entry: _Entry, tensors: Tensors) -> Tensors:
+def _copied(op: Op, entry: _Entry, tensors: Tensors) -> Tensors:
     """The call's tensors with a copy of each input whose memory meets that of an output: it is read while the
     output is written."""
     written = [problems.require(tensors[position]) for position, _ in entry.writes]

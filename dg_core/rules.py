@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any, TypeVar
 
@@ -84,8 +84,9 @@ def integer(low: int | None = None) -> Rule:
 
 
 def integers(op: str, name: str, value: Any) -> Any:
-    """The rule of a tuple or list of integers."""
-    if not isinstance(value, (tuple, list)) or not all(is_integer(v) for v in value):
+    """The rule of a sequence of integers; text and bytes are none."""
+    sequence = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+    if not sequence or not all(is_integer(v) for v in value):
         raise ArgumentError(f"{op}: {name} is {_shown(value)}; it must be a sequence of integers")
     return tuple(_python_integer(v) for v in value)
 

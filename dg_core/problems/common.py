@@ -60,7 +60,7 @@ def share_elements(x: Tensor, y: Tensor) -> bool:
     if starts[0] >= ends[1] or starts[1] >= ends[0]:
         return False
     first = min(starts)
-    marks = torch.zeros(max(ends) - first, dtype=torch.bool)
+    marks = torch.zeros(max(ends) - first, dtype=torch.bool, device="cpu")
 
     def bytes_of(t: Tensor) -> Tensor:
         size = t.element_size()
