@@ -17,7 +17,7 @@ from .arguments import Recipe, Scaled, integers, pair
 from .config import get_mk_alignment_for_contiguous_layout
 from .dispatch import default_target, run
 from .layout import align, ceil_div
-from .opspec import Op
+from .opspec import Op, Tensors
 
 get_m_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout
 get_k_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout
@@ -180,6 +180,15 @@ def m_grouped_bf16_gemm_nt_masked(
 bf16_m_grouped_gemm_nt_masked = m_grouped_bf16_gemm_nt_masked
 
 
+def _k_grouped(
+    op: Op, a: Scaled, b: Scaled, rest: Tensors, ks_cpu: Sequence[int] | None, recipe: Recipe,
+    compiled_dims: str, use_psum_layout: bool,
+) -> None:  # fmt: skip
+    sizes, granularities = integers(op.name, "ks_cpu", ks_cpu), integers(op.name, "recipe", recipe)
+    operands = (*pair(op.name, "a", a), *pair(op.name, "b", b))
+    run(op, (*operands, *rest), (sizes, granularities, compiled_dims, use_psum_layout))
+
+
 def k_grouped_fp8_gemm_nt_contiguous(
     a: Scaled, b: Scaled, d: Tensor, ks_cpu: Sequence[int] | None = None,
     grouped_layout: Tensor | None = None, c: Tensor | None = None, recipe: Recipe = (1, 1, 128),
@@ -204,17 +213,8 @@ def k_grouped_fp8_gemm_nt_contiguous(
         ShapeError: a buffer holds another number of elements than ``sum_k`` asks for.
         ArgumentError: use_psum_layout is set, or the sizes are given neither on the host nor on the device.
     """
-    op = ops.k_grouped_fp8_gemm_nt_contiguous
-    run(
-        op,
-        (*pair(op.name, "a", a), *pair(op.name, "b", b), d, grouped_layout, c),
-        (
-            integers(op.name, "ks_cpu", ks_cpu),
-            integers(op.name, "recipe", recipe),
-            compiled_dims,
-            use_psum_layout,
-        ),
-    )
+    operation = ops.k_grouped_fp8_gemm_nt_contiguous
+    _k_grouped(operation, a, b, (d, grouped_layout, c), ks_cpu, recipe, compiled_dims, use_psum_layout)
 
 
 def k_grouped_fp8_gemm_tn_contiguous(
@@ -231,17 +231,8 @@ def k_grouped_fp8_gemm_tn_contiguous(
         ks_cpu, grouped_layout, c, recipe, compiled_dims: as in ``k_grouped_fp8_gemm_nt_contiguous``.
         use_psum_layout: ``grouped_layout`` holds end rows; group i starts at the aligned end of group i - 1.
     """
-    op = ops.k_grouped_fp8_gemm_tn_contiguous
-    run(
-        op,
-        (*pair(op.name, "a", a), *pair(op.name, "b", b), d, grouped_layout, c),
-        (
-            integers(op.name, "ks_cpu", ks_cpu),
-            integers(op.name, "recipe", recipe),
-            compiled_dims,
-            use_psum_layout,
-        ),
-    )
+    operation = ops.k_grouped_fp8_gemm_tn_contiguous
+    _k_grouped(operation, a, b, (d, grouped_layout, c), ks_cpu, recipe, compiled_dims, use_psum_layout)
 
 
 def k_grouped_bf16_gemm_tn_contiguous(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from dg_core import config, dispatch, ops, samples
 from dg_core.backend import Availability, Plan, Problem, Target
+
+from .cuda_compilers import FakeCompiler, header_tree
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -101,3 +104,22 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def pytest_report_header() -> str:
     return f"torch {torch.__version__}, Python {sys.version.split()[0]}, {torch.get_num_threads()} threads"
+
+
+# The run-time compiler: a cache of the test's own, a compiler that only counts, and headers.
+
+
+@pytest.fixture
+def home(environment: Callable[..., None], tmp_path: Path) -> Path:
+    environment(DG_JIT_CACHE_DIR=str(tmp_path / "jit"))
+    return tmp_path / "jit" / "dg_core"
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> FakeCompiler:
+    return FakeCompiler(tmp_path / "compilations")
+
+
+@pytest.fixture
+def include(tmp_path: Path) -> Path:
+    return header_tree(tmp_path / "include")

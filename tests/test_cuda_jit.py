@@ -21,29 +21,12 @@ from .cuda_compilers import (
     NAME,
     SOURCE,
     FakeCompiler,
-    header_tree,
     new,
     require_compiler,
     require_nvrtc,
 )
 
 Environment = Callable[..., None]
-
-
-@pytest.fixture
-def home(environment: Environment, tmp_path: Path) -> Path:
-    environment(DG_JIT_CACHE_DIR=str(tmp_path / "jit"))
-    return tmp_path / "jit" / "dg_core"
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> FakeCompiler:
-    return FakeCompiler(tmp_path / "compilations")
-
-
-@pytest.fixture
-def include(tmp_path: Path) -> Path:
-    return header_tree(tmp_path / "include")
 
 
 # The usual way ----------------------------------------------------------------------------------------------

@@ -17,25 +17,9 @@ import pytest
 from dg_core import cache
 from dg_core.backends.cuda import jit
 
-from .cuda_compilers import ARCH, NAME, ROOT, SOURCE, FakeCompiler, header_tree, new, require_nvrtc
+from .cuda_compilers import ARCH, NAME, ROOT, SOURCE, FakeCompiler, new, require_nvrtc
 
 Environment = Callable[..., None]
-
-
-@pytest.fixture
-def home(environment: Environment, tmp_path: Path) -> Path:
-    environment(DG_JIT_CACHE_DIR=str(tmp_path / "jit"))
-    return tmp_path / "jit" / "dg_core"
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> FakeCompiler:
-    return FakeCompiler(tmp_path / "compilations")
-
-
-@pytest.fixture
-def include(tmp_path: Path) -> Path:
-    return header_tree(tmp_path / "include")
 
 
 def test_threads_share_one_compilation(home: Path, fake: FakeCompiler, include: Path) -> None:

@@ -20,7 +20,6 @@ from .cuda_compilers import (
     SERIALISED,
     SOURCE,
     FakeCompiler,
-    header_tree,
     require_compiler,
     require_nvrtc,
 )
@@ -32,20 +31,7 @@ SPILLING = (
 Environment = Callable[..., None]
 
 
-@pytest.fixture(autouse=True)
-def home(environment: Environment, tmp_path: Path) -> Path:
-    environment(DG_JIT_CACHE_DIR=str(tmp_path / "jit"))
-    return tmp_path / "jit" / "dg_core"
-
-
-@pytest.fixture
-def include(tmp_path: Path) -> Path:
-    return header_tree(tmp_path / "include")
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> FakeCompiler:
-    return FakeCompiler(tmp_path / "compilations")
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def build(fake: FakeCompiler, include: Path, name: str = NAME) -> jit.Kernel:
