@@ -269,12 +269,12 @@ def _copied(op: Op, entry: _Entry, tensors: Tensors) -> Tensors:
     output is written."""
     written = [problems.require(tensors[position]) for position, _ in entry.writes]
 
-    def meets(x: Tensor) -> bool:
-        start, end = x.data_ptr(), x.data_ptr() + problems.span(x)
-        return any(start < y.data_ptr() + problems.span(y) and y.data_ptr() < end for y in written)
-
-    read = {position for position, _ in entry.reads}
-    return tuple(x.clone() if i in read and x is not None and meets(x) else x for i, x in enumerate(tensors))
+    copied = list(tensors)
+    for position, _ in entry.reads:
+        x = problems.require(tensors[position])
+        if any(problems.spans_meet(x, y) for y in written):
+            copied[position] = x.clone()
+    return tuple(copied)
 
 
 def check(op: Op, tensors: Tensors, options: Options) -> tuple[Problem, problems.View | None]:

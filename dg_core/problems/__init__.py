@@ -6,7 +6,7 @@ that neither axis expressions nor the limits of one option can say are checked h
 lengths of layouts, what c and d share.
 """
 
-from .common import View, require, same_view, share_elements, span
+from .common import View, require, same_view, share_elements, span, spans_meet
 from .gemm import batched, contiguous, dense, einsum, masked, skip_head_mid
 from .k_grouped import k_grouped_flat, k_grouped_rows
 from .logits import LOGITS_DTYPES, PAGE_SIZES, mqa_logits, paged_metadata, paged_mqa_logits
@@ -35,4 +35,5 @@ __all__ = [
     "share_elements",
     "skip_head_mid",
     "span",
+    "spans_meet",
 ]

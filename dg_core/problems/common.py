@@ -54,13 +54,18 @@ def span(x: Tensor) -> int:
     return (last + 1) * x.element_size()
 
 
+def spans_meet(x: Tensor, y: Tensor) -> bool:
+    """True when the address ranges of two tensors meet; they may still interleave."""
+    return x.data_ptr() < y.data_ptr() + span(y) and y.data_ptr() < x.data_ptr() + span(x)
+
+
 def share_elements(x: Tensor, y: Tensor) -> bool:
     """True when two tensors have an address in common; where their spans meet, bytes are marked to tell."""
-    starts, ends = (x.data_ptr(), y.data_ptr()), (x.data_ptr() + span(x), y.data_ptr() + span(y))
-    if starts[0] >= ends[1] or starts[1] >= ends[0]:
+    if not spans_meet(x, y):
         return False
-    first = min(starts)
-    marks = torch.zeros(max(ends) - first, dtype=torch.bool, device="cpu")
+    first = min(x.data_ptr(), y.data_ptr())
+    last = max(x.data_ptr() + span(x), y.data_ptr() + span(y))
+    marks = torch.zeros(last - first, dtype=torch.bool, device="cpu")
 
     def bytes_of(t: Tensor) -> Tensor:
         size = t.element_size()
