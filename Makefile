@@ -12,6 +12,9 @@ CHECK  := $(PYTHON) tools/check.py
 ENV    := .venv/stamp
 endif
 
+# What the environments are made from: the native launcher is compiled when the package is installed.
+MADE_FROM := pyproject.toml setup.py constraints.txt tools/environment.py $(wildcard csrc_cuda/host/*)
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint types rooms packaging tests test-gpu test-floor bench docs wheel clean
 
@@ -45,7 +48,7 @@ test-gpu:   ## pytest: the tests that need a card
 test-floor: .venv-floor/stamp  ## the tests on Python 3.10 and torch 2.9 (downloads several gigabytes the first time)
 	@$(PYTHON) tools/check.py --python .venv-floor/bin/python packaging tests
 
-bench: $(ENV)  ## table, JSON and plot of the operations on the best backend here
+bench: $(ENV)  ## table of the operations on the best backend here; benchmarks/dense.py has more, on a card
 	@$(RUN) -m dg_core bench
 
 docs: $(ENV)  ## the pages made from the tables, and the HTML pages of the API in build/docs
@@ -55,11 +58,11 @@ wheel: $(ENV)  ## an sdist, and a wheel from it, in dist/
 	@$(RUN) -m build --no-isolation --outdir dist .
 
 clean:      ## remove what the other targets wrote, the environments included
-	rm -rf .venv .venv-floor build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-floor build dist backends/cuda/_C*.so *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.venv/stamp: pyproject.toml setup.py constraints.txt tools/environment.py
+.venv/stamp: $(MADE_FROM)
 	@$(PYTHON) tools/environment.py
 
-.venv-floor/stamp: pyproject.toml setup.py constraints.txt tools/environment.py
+.venv-floor/stamp: $(MADE_FROM)
 	@$(FLOOR_PYTHON) tools/environment.py --floor

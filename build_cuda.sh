@@ -1,12 +1,17 @@
 #!/usr/bin/env bash
-# Report the CUDA toolchain, and build from csrc_cuda what there is to build.
+# Report the CUDA toolchain, and build from csrc_cuda what there is to build ahead of time.
 #
-# Today that is the device headers alone: each must compile by itself for Hopper (sm_90a) and Blackwell (sm_100a),
-# with nvcc where it is installed, else with NVRTC.  There are no kernels and no native launcher yet, so nothing is
-# installed.  Exit status 1 with the reason when neither compiler is found or a header does not compile.
+# The native launcher, csrc_cuda/host, becomes a module of this PYTHON in backends/cuda; neither CUDA nor torch is
+# needed for it.  The device headers must each compile by themselves for Hopper (sm_90a) and Blackwell (sm_100a),
+# with nvcc where it is installed, else with NVRTC; kernels are compiled at run time.  Exit status 1 with the
+# reason when the module does not build or does not import, a header does not compile, or neither compiler of
+# device code is found.
 #
-#   PYTHON=...       interpreter to report and to look for NVRTC in (default .venv/bin/python, else python3)
+#   PYTHON=...       interpreter to build for and to look for NVRTC in (default .venv/bin/python, else python3)
+#   CXX=...          C++ compiler of the module
+#   FMT_INCLUDE=...  folder with fmt's headers
 #   CUDA_HOME=...    toolkit whose nvcc is taken before the one in PATH
+#   DG_SKIP_CUDA_BUILD=1  leaves the module out
 set -euo pipefail
 source "$(dirname "$0")/tools/toolchain.sh"
 cd "$root"
@@ -14,16 +19,62 @@ cd "$root"
 archs=(sm_90a sm_100a)
 nvcc=$(first "${CUDA_HOME:+$CUDA_HOME/bin/nvcc}" nvcc || true)
 nvrtc=$("$PYTHON" tools/nvrtc_check.py 2>/dev/null) || nvrtc="not found"
+failed=0
+
+# fmt_found: which formatter csrc_cuda/host/format.h will take, by its own rule.
+fmt_found() {
+    local cxx macros
+    cxx=$(first "${CXX:-c++}" g++ clang++) || { echo "unknown: no C++ compiler"; return; }
+    macros=$(echo '#include "csrc_cuda/host/format.h"' |
+        "$cxx" -std=c++20 ${FMT_INCLUDE:+-I"$FMT_INCLUDE"} -I . -x c++ -dM -E - 2>&1) || true
+    case $(sed -n 's/^#define DG_FORMATTER //p' <<<"$macros") in
+    1) echo "headers of version $(sed -n 's/^#define FMT_VERSION //p' <<<"$macros")" ;;
+    2) echo "not found; std::format in its place" ;;
+    3) echo "not found, nor std::format; the lines of csrc_cuda/host/format.h in its place" ;;
+    *) echo "unknown: $(grep -m1 error <<<"$macros" || echo "$cxx did not say")" ;;
+    esac
+}
+
+# Prints the path of the module for PYTHON, once it imports, and what it was built with.
+import_check='
+import importlib.util, sysconfig
+path = "backends/cuda/_C" + sysconfig.get_config_var("EXT_SUFFIX")
+spec = importlib.util.spec_from_file_location("_C", path)
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+print(f"{path}: built with pybind11 {module.PYBIND11} and {module.FORMATTER}, imports")'
+
+# launcher: build the module in place and import it.
+launcher() {
+    local log=build/cuda/host.log
+    mkdir -p build/cuda
+    if ! DG_FORCE_BUILD=1 "$PYTHON" setup.py build_ext --inplace --build-temp build/cuda/host \
+        --build-lib build/cuda/lib >"$log" 2>&1; then
+        say launcher "FAILED to build ($log)"
+        cat "$log" >&2
+        return 1
+    fi
+    if ! "$PYTHON" -c "$import_check" >"$log" 2>&1; then
+        say launcher "FAILED to import"
+        cat "$log" >&2
+        return 1
+    fi
+    say launcher "$(cat "$log")"
+}
 
 report_common
 say nvcc "$([ -n "$nvcc" ] && "$nvcc" --version | sed -n 's/.*release/release/p' || echo 'not found')"
 say NVRTC "$nvrtc"
 say pybind11 "$(module pybind11 pybind11.__version__)"
-say fmt "$(pkg-config --modversion fmt 2>/dev/null || echo 'not found')"
-say launcher "csrc_cuda/host holds none yet: nothing native to link"
+say setuptools "$(module setuptools setuptools.__version__) (the launcher needs 77 or newer)"
+say fmt "$(fmt_found)"
+if [ "${DG_SKIP_CUDA_BUILD:-0}" = 1 ]; then
+    say launcher "left out: DG_SKIP_CUDA_BUILD=1"
+else
+    launcher || failed=1
+fi
 
 mapfile -t headers < <(cd csrc_cuda/include && find dg -name '*.cuh' -o -name '*.h' -o -name '*.hpp' | sort)
-failed=0
 
 # with_nvcc ARCH: each header alone, then the table of checks, as cubins in build/cuda.
 with_nvcc() {

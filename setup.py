@@ -4,9 +4,10 @@ The repository root is the package directory (`package_dir={"": "."}`), because 
 `dg_core/include` are links to directories beside `dg_core/`.  The build follows them, so a wheel holds plain
 files.
 
-Nothing native is compiled: the device headers ship as text, and the wheel is `py3-none-any`.
-DG_SKIP_CUDA_BUILD and DG_FORCE_BUILD are read where a native part would be listed; there is none yet, and
-DG_FORCE_BUILD=1 says so.
+The device headers ship as text.  The native CUDA launcher (csrc_cuda/host) is compiled where a C++ compiler
+and pybind11 are, and a wheel is then for one platform and one Python; without it launches go through Python,
+and the wheel is `py3-none-any`.  DG_SKIP_CUDA_BUILD=1 leaves it out; DG_FORCE_BUILD=1 compiles it anew and
+makes its failure an error; FMT_INCLUDE names a folder with fmt's headers.
 """
 
 import importlib.util
@@ -15,8 +16,12 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, find_namespace_packages, setup
+from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+HOST = Path("csrc_cuda", "host")
+SKIP = os.environ.get("DG_SKIP_CUDA_BUILD") == "1"
+FORCE = os.environ.get("DG_FORCE_BUILD") == "1"
 
 
 def require_links() -> None:
@@ -34,11 +39,54 @@ def require_links() -> None:
         sys.exit(f"error: {words}")
 
 
+def go_without(reason: str) -> None:
+    """Say why the native launcher is left out; under DG_FORCE_BUILD=1 that is an error."""
+    words = f"the native CUDA launcher is not built: {reason}"
+    if FORCE:
+        sys.exit(f"error: {words}")
+    print(f"warning: {words}; launches will go through Python", file=sys.stderr)
+
+
 def native_extensions() -> "list[Extension]":
-    """The native parts to compile: none yet."""
-    if os.environ.get("DG_SKIP_CUDA_BUILD") != "1" and os.environ.get("DG_FORCE_BUILD") == "1":
-        print("DG_FORCE_BUILD=1: this release has no native part to build", file=sys.stderr)
-    return []
+    """The native launcher, where what it is built with can be found."""
+    if SKIP:
+        return []
+    if not (ROOT / HOST).is_dir():
+        go_without(f"{HOST} is not here")
+        return []
+    try:
+        import pybind11
+    except ImportError:
+        go_without("pybind11 is not installed")
+        return []
+    own = [folder for folder in [os.environ.get("FMT_INCLUDE", "")] if folder]
+    return [
+        Extension(
+            "dg_core.backends.cuda._C",
+            sources=sorted(str(path.relative_to(ROOT)) for path in (ROOT / HOST).glob("*.cpp")),
+            depends=sorted(str(path.relative_to(ROOT)) for path in (ROOT / HOST).glob("*.h")),
+            include_dirs=[*own, pybind11.get_include()],
+            libraries=["dl"],
+            extra_compile_args=["-std=c++20", "-O2", "-g0", "-fvisibility=hidden"],
+            language="c++",
+        )
+    ]
+
+
+class BuildNative(build_ext):
+    """Compiles the native part; where that fails, goes on as if there were none."""
+
+    def run(self) -> None:
+        self.force = self.force or FORCE
+        try:
+            super().run()
+        except Exception as error:  # no compiler, no Python.h, an old compiler: whatever it is, Python serves
+            go_without(str(error))
+            self.extensions = []
+            self.distribution.ext_modules = []
+            wheel = self.distribution.get_command_obj("bdist_wheel", create=False)
+            if wheel is not None:
+                wheel.root_is_pure = True  # it was asked before the compiler was
 
 
 require_links()
@@ -48,4 +96,5 @@ setup(
     packages=find_namespace_packages(".", include=["dg_core", "dg_core.*"], exclude=["*.__pycache__"]),
     package_data={"": ["py.typed", "*.cuh", "*.h", "*.hpp"]},
     ext_modules=native_extensions(),
+    cmdclass={"build_ext": BuildNative},
 )

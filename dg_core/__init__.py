@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 # Module -> the public names it holds: the one list of what dg_core exports, so the modules have no __all__.
 _PUBLIC: dict[str, tuple[str, ...]] = {
     "config": (
-        "get_block_size_multiple_of", "get_compile_mode", "get_ignore_compile_dims",
+        "get_batch_invariant", "get_block_size_multiple_of", "get_compile_mode", "get_ignore_compile_dims",
         "get_mk_alignment_for_contiguous_layout", "get_num_sms", "get_pdl", "get_tc_util",
-        "set_block_size_multiple_of", "set_compile_mode", "set_ignore_compile_dims",
+        "set_batch_invariant", "set_block_size_multiple_of", "set_compile_mode", "set_ignore_compile_dims",
         "set_mk_alignment_for_contiguous_layout", "set_num_sms", "set_pdl", "set_tc_util",
     ),
     "dispatch": ("use_backend",),

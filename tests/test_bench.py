@@ -17,7 +17,8 @@ import torch
 from dg_core import compat, ops, samples
 from dg_core.__main__ import main
 from dg_core.commands import bench, measure, peers
-from dg_core.errors import ArgumentError
+from dg_core.errors import ArgumentError, DGError
+from dg_core.layout import is_mn_major_aligned
 from dg_core.opspec import Cost
 from dg_core.testing.cases import H200, SETS, SMALL, Case
 
@@ -218,6 +219,56 @@ def test_the_public_library_is_called_with_its_own_arguments(kind: str) -> None:
     for arg in op.args:  # every tensor of the call arrives, and nothing in its place
         if named[arg.name] is not None:
             assert any(x is named[arg.name] for x in flat), f"{arg.name} is not passed"
+
+
+@pytest.mark.parametrize("fault", ["", "padded layout", "values"])
+def test_cublas_with_block_scales(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for torch's product checks the layouts that it is given, and refuses one of them, or
+    computes something else."""
+    op = ops.TABLE["fp8_gemm_nt"]
+    tensors, options = samples.sample(op, {"M": 20, "N": 200, "K": 640})
+    named = peers._named(op, tensors, options)
+    peers.ours(op, tensors, options)()
+
+    def product(a: Any, b: Any, scale_a: Any, scale_b: Any, out_dtype: Any) -> Any:
+        assert scale_a.shape == (20, 5)
+        assert scale_a.stride() == (1, 20)
+        assert scale_b.shape == (5, 2)
+        if fault == "padded layout" and scale_b.stride() == (1, 8):
+            raise RuntimeError("not like this")
+        assert scale_b.stride() == ((2, 1) if fault == "padded layout" else (1, 8))
+        rows = a.float() * scale_a.repeat_interleave(128, 1)
+        factors = scale_b.repeat_interleave(128, 0).repeat_interleave(128, 1)[:, :200]
+        return (rows @ (b.float() * (1 if fault == "values" else factors))).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    peer = peers.on_card(op, named, None)["cublas block"]
+    if fault == "values":
+        with pytest.raises(DGError, match="its values differ from D"):
+            peer()
+    else:
+        torch.testing.assert_close(peer(), named["d"], rtol=0.02, atol=0.5)
+
+
+def test_scales_of_other_families_have_no_block_scaled_peer() -> None:
+    op = ops.TABLE["fp8_gemm_nt"]
+    for scales in ("block_1d1d", "channelwise", "packed"):
+        tensors, options = samples.sample(op, scales=scales)
+        assert list(peers.on_card(op, peers._named(op, tensors, options), None)) == ["cublas"]
+
+
+@pytest.mark.parametrize("scales", samples.SCALES)
+def test_scales_of_rows_lie_as_kernels_load_them(scales: str) -> None:
+    op = ops.TABLE["fp8_gemm_nt"]
+    tensors, _ = samples.sample(op, {"M": 20, "N": 200, "K": 640}, scales=scales)
+    laid = bench.as_kernels_load(op, tensors)
+    moved = {"block": {"sfa"}, "block_1d1d": {"sfa", "sfb"}}.get(scales, set())
+    for name, at in op.positions.items():
+        before, after = tensors[at], laid[at]
+        assert (after is not before) == (name in moved), name
+        if before is not None and after is not None:
+            assert torch.equal(before.float(), after.float())
+            assert name not in moved or is_mn_major_aligned(after)
 
 
 def test_a_name_that_the_public_library_had_in_another_year() -> None:

@@ -136,12 +136,9 @@ def test_ops_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0].split() == ["operation", *SHOWN]
     assert [line.split()[0] for line in lines[1 : 1 + len(ops.TABLE)]] == list(ops.TABLE)
     assert max(map(len, lines)) <= WIDTH
-    reasons = [line for line in lines if line.startswith("  cuda on")]
-    assert reasons == [f"  cuda on {', '.join(SHOWN)} (all {len(ops.TABLE)} operations): {missing_engine()}"]
-
-
-def missing_engine() -> str:
-    return dispatch.load_backend("cuda").supports(object, "").reason
+    first = next(line for line in lines if line.startswith("fp8_gemm_nt "))
+    assert first.split()[1 + SHOWN.index("sm90a")] == "cuda"
+    assert [line for line in lines if line.startswith("  cuda on sm90a ")], "what it lacks has no reason"
 
 
 class Partial:
@@ -244,21 +241,31 @@ def test_explain_on_the_device_at_hand(capsys: pytest.CaptureFixture[str]) -> No
     assert max(map(len, text.splitlines())) <= WIDTH
 
 
-def test_explain_says_what_needs_the_cuda_engine(capsys: pytest.CaptureFixture[str]) -> None:
-    status, text = explain(capsys, "bf16_gemm_nt", "--arch", "sm90a")
+def test_explain_a_product_on_hopper(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a card: the tile, its stages, the time by the model and the runner-up."""
+    sizes = ("--m", "128", "--n", "2112", "--k", "7168")
+    status, text = explain(capsys, "fp8_gemm_nt", *sizes, "--arch", "sm90a")
+    words = " ".join(text.split())
+    assert status == 0
+    assert re.search(r"backend cuda: sm90_fp8_gemm_\w+: tile \d+ x \d+, \d+ stages", words)
+    assert re.search(r"about \d+\.\d us by the model.*next best: \d+ x \d+", words)
+    assert "not cuda" not in words
+    assert max(map(len, text.splitlines())) <= WIDTH
+
+
+def test_explain_what_hopper_has_no_kernel_for(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = explain(capsys, "m_grouped_fp8_gemm_nt_masked", "--arch", "sm90a")
     assert status == 0
     words = " ".join(text.split())
-    assert (
-        f"not cuda {missing_engine()} (this needs the CUDA engine, which this version does not have)" in words
-    )
     assert "backend reference" in words
+    assert "not cuda it has kernels for dense products alone" in words
 
 
 @pytest.mark.usefixtures("partial_cuda")
 def test_explain_for_another_machine(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A backend that has anything for an architecture runs there, and lacks what it lacks."""
+    """An operation that a backend lacks there goes to the next one, unless that backend was asked for."""
     monkeypatch.setattr("dg_core.commands.params.default_device", lambda: torch.device("cpu"))
     status, text = explain(capsys, "fp8_gemm_nt", "--arch", "sm90a", "--json")
     choice = json.loads(text)["choice"]
@@ -266,13 +273,17 @@ def test_explain_for_another_machine(
     assert choice["at_hand"] is False
     status, text = explain(capsys, "bf16_gemm_nt", "--arch", "sm90a", "--json")
     choice = json.loads(text)["choice"]
-    assert (status, choice["backend"]) == (1, "")
-    assert (
-        "raises UnsupportedError: the cuda backend runs there and lacks it (not on sm90a)" in choice["words"]
-    )
+    assert (status, choice["backend"]) == (0, "reference")
+    assert choice["passed_over"] == {"cuda": "not on sm90a"}
     status, text = explain(capsys, "fp8_gemm_nt", "--arch", "sm100a", "--json")
     choice = json.loads(text)["choice"]
     assert (choice["backend"], choice["passed_over"]) == ("reference", {"cuda": "not on sm100a"})
+    for arch, error in (("sm90a", "UnsupportedError"), ("sm100a", "BackendUnavailable")):
+        with dispatch.use_backend("cuda"):
+            status, text = explain(capsys, "bf16_gemm_nt", "--arch", arch, "--json")
+        choice = json.loads(text)["choice"]
+        assert (status, choice["backend"], choice["passed_over"]) == (1, "", {"cuda": f"not on {arch}"})
+        assert choice["words"] == f"none: the call raises {error}"
 
 
 def test_explain_obeys_the_backend_that_was_asked_for(
@@ -293,45 +304,6 @@ def test_names_that_stand_for_an_operation() -> None:
     assert calls.find("fp8_einsum_bhd_bhr_hdr").name == "fp8_einsum_bhd_bhr_hdr"
     with pytest.raises(ArgumentError, match=r"einsum needs an expression .* one of bmk,bnk->mn"):
         calls.find("einsum", "ij,jk->ik")
-
-
-# precompile -------------------------------------------------------------------------------------------------
-
-
-def test_precompile_says_that_it_cannot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    shapes = tmp_path / "shapes.txt"
-    shapes.write_text("fp8_gemm_nt 128 4096 7168\n")
-    arguments = ["precompile", "--shapes", str(shapes), "--arch", "sm90a", "--jobs", "4"]
-    assert main(arguments) == 1
-    captured = capsys.readouterr()
-    assert "precompile needs the CUDA engine, which this version does not have" in captured.err
-    assert captured.out == ""
-    assert main(["precompile", "--model", "deepseek-v3"]) == 1
-    assert main(["precompile"]) == 2  # neither a model nor shapes
-    assert main([*arguments, "--model", "deepseek-v3"]) == 2
-    assert main(["precompile", "--model", "deepseek-v3", "--jobs", "0"]) == 2
-    capsys.readouterr()
-    assert main(["precompile", "--model", "nosuch"]) == 2
-    assert "'nosuch' is not" in capsys.readouterr().err
-    assert main(["precompile", "--model", "deepseek-v3", "--arch", "gfx938"]) == 2
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("fp8_gemm_nt 128 4096", "line 3: 'fp8_gemm_nt 128 4096' is not OP M N K"),
-        ("fp8_gemm_nt 128 -1 7168", "is not OP M N K"),
-        ("fp8_gemm 128 4096 7168", "line 3: no operation is called 'fp8_gemm'"),
-        ("fp8_mqa_logits 128 4096 7168", "line 3: fp8_fp4_mqa_logits has no size M"),
-    ],
-)
-def test_precompile_reads_its_shapes(
-    line: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shapes = tmp_path / "shapes.txt"
-    shapes.write_text(f"# layers\nbf16_gemm_nt 1 2112 7168\n{line}\n")
-    assert main(["precompile", "--shapes", str(shapes)]) == 2
-    assert words in capsys.readouterr().err
 
 
 # cache ------------------------------------------------------------------------------------------------------

@@ -91,6 +91,7 @@ SETTERS: list[tuple[str, Any, Any, Any]] = [
     ("num_sms", 1, 1, os.cpu_count()),
     ("tc_util", 60, 60, 100),
     ("pdl", True, True, False),
+    ("batch_invariant", True, True, False),
     ("ignore_compile_dims", True, True, False),
     ("block_size_multiple_of", 32, (32, 32), (1, 1)),
     ("block_size_multiple_of", (16, 64), (16, 64), (1, 1)),
@@ -119,6 +120,19 @@ def test_setting(name: str, value: Any, read: Any, first: Any) -> None:
     config.restore_defaults()
     assert getter() == first
     assert config.epoch() > before + 1
+
+
+def test_the_variable_says_what_the_setting_is_at_first(environment: Environment) -> None:
+    environment(DG_BATCH_INVARIANT="1")
+    assert dg_core.get_batch_invariant() is True
+    before = config.epoch()
+    dg_core.set_batch_invariant(True)
+    assert config.epoch() == before
+    dg_core.set_batch_invariant(False)
+    assert dg_core.get_batch_invariant() is False
+    assert config.epoch() == before + 1
+    config.restore_defaults()
+    assert dg_core.get_batch_invariant() is True
 
 
 def test_compile_mode_has_no_effect() -> None:
@@ -155,6 +169,7 @@ def test_aliases_of_the_alignment() -> None:
         ("tc_util", "percent", "80", "an integer"),
         ("pdl", "enabled", "no", "True or False"),
         ("pdl", "enabled", None, "True or False"),
+        ("batch_invariant", "enabled", 2, "True or False"),
         ("ignore_compile_dims", "ignore", 2, "True or False"),
         ("block_size_multiple_of", "multiple", 0, "at least 1"),
         ("block_size_multiple_of", "multiple", (16, 0), "at least 1"),

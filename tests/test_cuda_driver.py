@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,155 +21,16 @@ from dg_core.backends.cuda import structs
 from dg_core.backends.cuda.driver import Driver, DriverError, Function
 from dg_core.errors import ArgumentError, BackendUnavailable, DGError
 
-from .cuda_compilers import ROOT, shared_library
+from .cuda_compilers import ROOT
+from .cuda_fake import FakeDriver, build, built, fake
+
+__all__ = ["built", "fake"]  # fixtures
 
 Environment = Callable[..., None]
 
-# A driver that notes every call in a text that `notes()` returns. `fail(name, code)` makes a function fail.
-# The structures are written down here anew, from the driver's documentation.
-FAKE = r"""
-#include <cstdint>
-#include <cstdio>
-#include <cstring>
-#include <string>
-
-static std::string text, failing;
-static int failure = 0, mode = 0;
-static void* context = reinterpret_cast<void*>(0x1000);
-
-#define NOTE(...) \
-    do { \
-        char line[512]; \
-        std::snprintf(line, sizeof line, __VA_ARGS__); \
-        text += line; \
-        text += "\n"; \
-    } while (0)
-#define END(name) return failing == name ? failure : 0
-
-union Value {
-    char pad[64];
-    struct {
-        unsigned x, y, z;
-    } cluster;
-    int flag;
-};
-struct Attribute {
-    int id;
-    char pad[4];
-    Value value;
-};
-struct Config {
-    unsigned gx, gy, gz, bx, by, bz, shared;
-    void* stream;
-    Attribute* attributes;
-    unsigned count;
-};
-
-static void note_config(const char* name, const Config* c, const void* f) {
-    NOTE("%s function=%p grid=%u,%u,%u block=%u,%u,%u shared=%u stream=%p", name, f, c->gx, c->gy, c->gz,
-         c->bx, c->by, c->bz, c->shared, c->stream);
-    for (unsigned i = 0; i < c->count; ++i) {
-        const Attribute& a = c->attributes[i];
-        if (a.id == 4)
-            NOTE("  cluster %u,%u,%u", a.value.cluster.x, a.value.cluster.y, a.value.cluster.z);
-        else
-            NOTE("  attribute %d = %d", a.id, a.value.flag);
-    }
-}
-
-extern "C" {
-const char* notes() { static std::string out; out = text; text.clear(); return out.c_str(); }
-void fail(const char* name, int code) { failing = name; failure = code; }
-void set_context(void* c) { context = c; }
-
-int cuInit(unsigned flags) { NOTE("cuInit %u", flags); END("cuInit"); }
-int cuDriverGetVersion(int* v) { *v = 13010; END("cuDriverGetVersion"); }
-int cuGetErrorName(int code, const char** out) {
-    *out = code == 209 ? "CUDA_ERROR_NO_BINARY_FOR_GPU" : code == 1 ? "CUDA_ERROR_INVALID_VALUE" : nullptr;
-    return *out ? 0 : 1;
-}
-int cuGetErrorString(int code, const char** out) {
-    *out = code == 209 ? "no kernel image is available" : code == 1 ? "invalid argument" : nullptr;
-    return *out ? 0 : 1;
-}
-int cuCtxGetCurrent(void** out) { *out = context; END("cuCtxGetCurrent"); }
-int cuThreadExchangeStreamCaptureMode(int* m) {
-    NOTE("mode %d -> %d", mode, *m);
-    const int old = mode; mode = *m; *m = old;
-    END("cuThreadExchangeStreamCaptureMode");
-}
-int cuModuleLoadData(void** module, const void* image) {
-    NOTE("load %s", static_cast<const char*>(image));
-    *module = reinterpret_cast<void*>(0xa0000000a0);
-    END("cuModuleLoadData");
-}
-int cuModuleUnload(void* module) { NOTE("unload %p", module); END("cuModuleUnload"); }
-int cuModuleGetFunction(void** f, void* module, const char* name) {
-    NOTE("function %p %s", module, name);
-    *f = reinterpret_cast<void*>(0xf0000000f0);
-    END("cuModuleGetFunction");
-}
-#ifndef NO_FUNC_LOAD
-int cuFuncLoad(void* f) { NOTE("func-load %p", f); END("cuFuncLoad"); }
-#endif
-int cuFuncSetAttribute(void* f, int attribute, int value) {
-    NOTE("set %p %d = %d", f, attribute, value);
-    END("cuFuncSetAttribute");
-}
-int cuTensorMapEncodeTiled(void* map, int type, uint32_t rank, void* address, const uint64_t* dims,
-                           const uint64_t* strides, const uint32_t* box, const uint32_t* steps,
-                           int interleave, int swizzle, int l2, int fill) {
-    NOTE("map type=%d rank=%u address=%p dims=%lu,%lu stride=%lu box=%u,%u steps=%u,%u interleave=%d "
-         "swizzle=%d l2=%d fill=%d", type, rank, address, dims[0], dims[1], strides[0], box[0], box[1],
-         steps[0], steps[1], interleave, swizzle, l2, fill);
-    std::memset(map, 0x5a, 128);
-    END("cuTensorMapEncodeTiled");
-}
-int cuLaunchKernelEx(const Config* c, void* f, void** parameters, void** extra) {
-    note_config("launch", c, f);
-    NOTE("  first parameter %lld, extra %p", *static_cast<long long*>(parameters[0]), (void*)extra);
-    END("cuLaunchKernelEx");
-}
-#ifndef OLD
-int cuOccupancyMaxActiveClusters(int* n, void* f, const Config* c) {
-    note_config("occupancy", c, f);
-    *n = 66;
-    END("cuOccupancyMaxActiveClusters");
-}
-#endif
-}
-"""
-
-
-class Fake:
-    """The note-taking driver, loaded."""
-
-    def __init__(self, path: Path) -> None:
-        self.library = ctypes.CDLL(str(path))
-        self.library.notes.restype = ctypes.c_char_p
-        self.library.set_context.argtypes = (ctypes.c_void_p,)
-
-    def notes(self) -> list[str]:
-        """What was called since the last time."""
-        return bytes(self.library.notes()).decode().splitlines()
-
-    def fail(self, function: str, code: int) -> None:
-        self.library.fail(function.encode(), code)
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return shared_library(tmp_path_factory.mktemp("driver"), "libcuda.so.1", FAKE)
-
 
 @pytest.fixture
-def fake(built: Path, tmp_path: Path) -> Fake:
-    # A copy, since a library that is loaded twice from one file is loaded once, with its state.
-    return Fake(Path(shutil.copy(built, tmp_path / f"libcuda-{id(tmp_path)}.so")))
-
-
-@pytest.fixture
-def cuda(fake: Fake) -> Driver:
+def cuda(fake: FakeDriver) -> Driver:
     made = Driver(fake.library)
     assert fake.notes() == ["cuInit 0"]
     return made
@@ -196,7 +56,7 @@ LOADED = [
 ]
 
 
-def test_loading_is_relaxed_and_leaves_the_mode_as_it_was(cuda: Driver, fake: Fake) -> None:
+def test_loading_is_relaxed_and_leaves_the_mode_as_it_was(cuda: Driver, fake: FakeDriver) -> None:
     function = load(cuda, shared_bytes=200000)
     assert fake.notes() == LOADED
     assert (function.name, function.handle, function.module) == ("kernel", 0xF0000000F0, 0xA0000000A0)
@@ -207,19 +67,19 @@ def test_loading_is_relaxed_and_leaves_the_mode_as_it_was(cuda: Driver, fake: Fa
     assert fake.notes() == LOADED
 
 
-def test_attributes_are_set_where_they_are_needed(cuda: Driver, fake: Fake) -> None:
+def test_attributes_are_set_where_they_are_needed(cuda: Driver, fake: FakeDriver) -> None:
     load(cuda, non_portable_cluster=True)
     assert [line for line in fake.notes() if line.startswith("set")] == ["set 0xf0000000f0 14 = 1"]
 
 
 def test_a_driver_without_the_newer_function(tmp_path: Path) -> None:
-    fake = Fake(shared_library(tmp_path, "libcuda.so.1", FAKE, "-DNO_FUNC_LOAD"))
+    fake = FakeDriver(build(tmp_path, "-DNO_FUNC_LOAD"))
     load(Driver(fake.library), shared_bytes=200000)
     assert fake.notes()[1:] == [line for line in LOADED if not line.startswith("func-load")]
 
 
 @pytest.mark.parametrize("function", ["cuModuleGetFunction", "cuFuncLoad", "cuFuncSetAttribute"])
-def test_a_load_that_fails_leaves_nothing(cuda: Driver, fake: Fake, function: str) -> None:
+def test_a_load_that_fails_leaves_nothing(cuda: Driver, fake: FakeDriver, function: str) -> None:
     fake.fail(function, 1)
     with pytest.raises(DriverError, match=f"{function} failed: CUDA_ERROR_INVALID_VALUE"):
         load(cuda, shared_bytes=200000)
@@ -229,7 +89,7 @@ def test_a_load_that_fails_leaves_nothing(cuda: Driver, fake: Fake, function: st
 
 
 def test_print_load_time(
-    cuda: Driver, fake: Fake, environment: Environment, capfd: pytest.CaptureFixture[str]
+    cuda: Driver, fake: FakeDriver, environment: Environment, capfd: pytest.CaptureFixture[str]
 ) -> None:
     load(cuda)
     assert capfd.readouterr().out == ""
@@ -241,7 +101,7 @@ def test_print_load_time(
 # Errors -----------------------------------------------------------------------------------------------------
 
 
-def test_errors_have_the_name_and_text_of_cuda(cuda: Driver, fake: Fake) -> None:
+def test_errors_have_the_name_and_text_of_cuda(cuda: Driver, fake: FakeDriver) -> None:
     fake.fail("cuModuleLoadData", 209)
     with pytest.raises(DGError) as raised:
         load(cuda)
@@ -253,20 +113,20 @@ def test_errors_have_the_name_and_text_of_cuda(cuda: Driver, fake: Fake) -> None
     assert (raised.value.code, raised.value.name) == (209, "CUDA_ERROR_NO_BINARY_FOR_GPU")
 
 
-def test_a_code_that_the_driver_does_not_know(cuda: Driver, fake: Fake) -> None:
+def test_a_code_that_the_driver_does_not_know(cuda: Driver, fake: FakeDriver) -> None:
     fake.fail("cuCtxGetCurrent", 12345)
     with pytest.raises(DriverError, match=r"cuCtxGetCurrent failed: unknown \(12345\): no text"):
         cuda.context()
 
 
-def test_a_driver_that_does_not_start(fake: Fake) -> None:
+def test_a_driver_that_does_not_start(fake: FakeDriver) -> None:
     fake.fail("cuInit", 1)
     with pytest.raises(BackendUnavailable, match="does not start: cuInit failed: CUDA_ERROR_INVALID_VALUE"):
         Driver(fake.library)
 
 
 def test_a_driver_that_is_too_old(tmp_path: Path) -> None:
-    old = shared_library(tmp_path, "libcuda.so.1", FAKE, "-DOLD")
+    old = build(tmp_path, "-DOLD")
     with pytest.raises(BackendUnavailable, match=r"too old: .*cuOccupancyMaxActiveClusters"):
         Driver(ctypes.CDLL(str(old)))
 
@@ -312,7 +172,7 @@ def encode(cuda: Driver, at: int, **changes: Any) -> None:
     cuda.encode_2d(at, **{**given, **changes})
 
 
-def test_a_tensor_map(cuda: Driver, fake: Fake) -> None:
+def test_a_tensor_map(cuda: Driver, fake: FakeDriver) -> None:
     parameters = structs.aligned(Parameters)
     parameters.value = 77
     encode(cuda, ctypes.addressof(parameters))
@@ -320,7 +180,7 @@ def test_a_tensor_map(cuda: Driver, fake: Fake) -> None:
         "map type=0 rank=2 address=0x7f0000000100 dims=7168,4096 stride=7184 box=128,64 steps=1,1 "
         "interleave=0 swizzle=3 l2=3 fill=0"
     ]
-    assert bytes(parameters.map) == b"\x5a" * 128
+    assert bytes(parameters.map) == (0x7F0000000100).to_bytes(8, "little") + b"\x5a" * 120
     assert parameters.value == 77
     encode(cuda, ctypes.addressof(parameters), dtype="float32", box=(256, 4), swizzle=0, l2_promotion=128)
     assert re.search(r"type=7 .*box=4,256 .*swizzle=0 l2=2", fake.notes()[0])
@@ -343,7 +203,9 @@ def test_a_tensor_map(cuda: Driver, fake: Fake) -> None:
         ({"l2_promotion": 1}, "l2_promotion is 1; it must be one of 0, 64, 128, 256"),
     ],
 )
-def test_the_rules_of_a_tensor_map(cuda: Driver, fake: Fake, changes: dict[str, Any], words: str) -> None:
+def test_the_rules_of_a_tensor_map(
+    cuda: Driver, fake: FakeDriver, changes: dict[str, Any], words: str
+) -> None:
     parameters = structs.aligned(Parameters)
     with pytest.raises(ArgumentError, match=re.escape(words)):
         encode(cuda, ctypes.addressof(parameters), **changes)
@@ -366,7 +228,7 @@ def test_aligned_structures_keep_their_memory() -> None:
 # Launching --------------------------------------------------------------------------------------------------
 
 
-def test_a_launch(cuda: Driver, fake: Fake) -> None:
+def test_a_launch(cuda: Driver, fake: FakeDriver) -> None:
     function = load(cuda, shared_bytes=200000)
     parameters = structs.aligned(Parameters)
     launch = cuda.prepare(function, (130, 1, 1), (384, 1, 1), parameters, cluster=(2, 1, 1), pdl=True)
@@ -396,7 +258,7 @@ def test_a_launch(cuda: Driver, fake: Fake) -> None:
     ],
 )
 def test_attributes_of_a_launch(
-    cuda: Driver, fake: Fake, choices: dict[str, Any], attributes: list[str]
+    cuda: Driver, fake: FakeDriver, choices: dict[str, Any], attributes: list[str]
 ) -> None:
     class Value(ctypes.Structure):
         _fields_ = (("value", ctypes.c_longlong),)
@@ -413,7 +275,7 @@ def test_attributes_of_a_launch(
         ]  # fmt: skip
 
 
-def test_a_launch_that_the_driver_refuses(cuda: Driver, fake: Fake) -> None:
+def test_a_launch_that_the_driver_refuses(cuda: Driver, fake: FakeDriver) -> None:
     launch = cuda.prepare(load(cuda), (1, 1, 1), (128, 1, 1), structs.aligned(Parameters))
     fake.fail("cuLaunchKernelEx", 1)
     with pytest.raises(DriverError, match="kernel: cuLaunchKernelEx failed: CUDA_ERROR_INVALID_VALUE"):

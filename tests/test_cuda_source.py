@@ -20,20 +20,23 @@ HEADER = jit.INCLUDE / "dg" / "impls" / "sm90_gemm.cuh"
 SWAPPED: dict[str, Any] = {
     "swap": True, "scale_p": 1, "scale_q": 2, "producer_registers": 40, "consumer_registers": 232,
 }  # fmt: skip
+# Every family is compiled in test_cuda_kernels.py; here each compiler has one kernel of either kind.
 CONFIGS = (
-    GemmConfig(stages=6),
-    GemmConfig(block_q=144, stages=5, multicast=2),
+    GemmConfig(stages=4, block_q=144, pairs=True, tma_store=True),
     GemmConfig(block_q=16, stages=10, split=4, **SWAPPED),
 )
 
 
+@pytest.mark.parametrize(("bytes_", "types", "flags"), [
+    (1, "k32.f32.e4m3.e4m3", "1, 1"), (2, "k16.f32.bf16.bf16", "1, 1, 0, 1"),
+])  # fmt: skip
 @pytest.mark.parametrize("n", [8, 16, 136, 256])
-def test_wgmma_names_every_register_once(n: int) -> None:
-    """D has n / 2 registers a thread; then come both descriptors and the flag that adds or overwrites."""
-    text = wgmma(n)
-    assert f"Wgmma<{n}, true>" in text
-    assert f"m64n{n}k32.f32.e4m3.e4m3" in text
-    braces = re.search(r"\{(%0[^}]*)\}, %(\d+), %(\d+), add, 1, 1;", text)
+def test_wgmma_names_every_register_once(n: int, bytes_: int, types: str, flags: str) -> None:
+    """D has n / 2 registers a thread; then come both descriptors and the flag that adds or overwrites, the
+    signs, and for 16-bit operands whether they lie MN-major."""
+    text = wgmma(GemmConfig(block_q=n, element_bytes=bytes_, q_mn_major=bytes_ == 2))
+    assert f"m64n{n}{types}" in text
+    braces = re.search(rf"\{{(%0[^}}]*)\}}, %(\d+), %(\d+), add, {flags};", text)
     assert braces is not None
     assert braces[1].split(", ") == [f"%{index}" for index in range(n // 2)]
     assert (int(braces[2]), int(braces[3])) == (n // 2, n // 2 + 1)
@@ -59,7 +62,7 @@ def test_the_source_defines_every_constant() -> None:
 def test_names_are_those_of_one_configuration_each() -> None:
     axes: dict[str, tuple[Any, ...]] = {
         "block_q": (8, 128, 136), "stages": (5, 12), "consumers": (1, 2), "subs": (1, 2),
-        "swap": (False, True), "split": (1, 2, 12), "multicast": (1, 2), "scale_p": (0, 1, 2),
+        "swap": (False, True), "split": (1, 2, 12), "boxes": (1, 2), "scale_p": (0, 1, 2),
         "scale_q": (1, 2), "scale_k_major": (False, True), "ordered": (False, True),
         "pairs": (False, True), "producer_registers": (24, 40),
     }  # fmt: skip
@@ -71,7 +74,8 @@ def test_names_are_those_of_one_configuration_each() -> None:
     assert all(re.fullmatch(r"sm90_fp8_gemm_[a-z0-9_]+", name) and len(name) < 100 for name in names)
     # Part of the cache's keys and of what profilers show, so a change is seen here.
     assert GemmConfig().name == "sm90_fp8_gemm_q128_s5"
-    assert GemmConfig(swap=True, split=4, ordered=False).name == "sm90_fp8_gemm_q128_s5_swap_split4_noord"
+    assert GemmConfig(swap=True, split=4, ordered=True).name == "sm90_fp8_gemm_q128_s5_swap_split4_ord"
+    assert GemmConfig(element_bytes=2, p_mn_major=True).name == "sm90_bf16_gemm_q128_s5_pmn"
 
 
 def test_every_field_has_a_tag_of_its_own() -> None:
@@ -86,8 +90,8 @@ def test_an_n_that_no_instruction_has(block_q: int) -> None:
 
 
 def test_element_sizes() -> None:
-    with pytest.raises(ArgumentError, match="element_bytes is 2"):
-        GemmConfig(element_bytes=2)
+    with pytest.raises(ArgumentError, match="element_bytes is 4"):
+        GemmConfig(element_bytes=4)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)

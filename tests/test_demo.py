@@ -128,7 +128,7 @@ REPORT: dict[str, Any] = {
     "package": {"version": "0", "kind": "checkout", "location": "here", "broken_links": ""},
     "python": {"version": "3", "executable": "python", "platform": "any"},
     "torch": {
-        "backends": {"reference": {"runs_on": ["cpu"], "reason": "", "remedy": ""}},
+        "backends": {"reference": {"runs_on": ["cpu"], "reason": "", "remedy": "", "details": {}}},
         "requested": "auto",
     },
 }

@@ -248,7 +248,7 @@ def test_a_backend_of_another_package(installed: Callable[..., None], environmen
         dg_core.bf16_gemm_nn(a, b.t().contiguous(), d)
     assert str(raised.value) == (
         "bf16_gemm_nn: the abacus backend lacks it (it counts on its fingers); backends that have it: "
-        "reference"
+        "cuda, reference"
     )
     environment(DG_BACKEND="hip")
     state = dispatch.probe("hip", CPU)
@@ -295,7 +295,8 @@ def test_unsupported_names_who_has_it(noting: Noting) -> None:
             with pytest.raises(UnsupportedError) as raised:
                 dg_core.bf16_gemm_nt(a, b, d)
     assert str(raised.value) == (
-        "bf16_gemm_nt: the poor backend lacks it (it was told to lack it); backends that have it: reference"
+        "bf16_gemm_nt: the poor backend lacks it (it was told to lack it); backends that have it: "
+        "cuda, reference"
     )
     assert bool((d == 7).all())
     noting("reference", lacks=(MqaLogits,))
@@ -304,6 +305,44 @@ def test_unsupported_names_who_has_it(noting: Noting) -> None:
         UnsupportedError, match=r"the reference backend lacks it .*; no installed backend has it"
     ):
         dispatch.run(ops.fp8_fp4_mqa_logits, tensors, options)
+
+
+def test_auto_passes_over_a_backend_that_lacks_the_operation(
+    noting: Noting, environment: Environment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lacking = Availability(False, "it was told to lack it")
+    first, last = noting("cuda", lacks=(Gemm,)), noting("reference")
+    assert dispatch.choose(CARD, Gemm, "bf16_gemm_nt") == (last, {"cuda": lacking})
+    assert dispatch.choose(CARD, MqaLogits, "fp8_fp4_mqa_logits") == (first, {})
+    assert dispatch.choose(CARD) == (first, {})
+    monkeypatch.setattr(dispatch, "candidates", lambda device: ("cuda", "reference"))
+    assert asked_of(last)
+    assert not first.planned
+    a, b, d = small_gemm()
+    environment(DG_BACKEND="cuda")
+    with pytest.raises(UnsupportedError, match=r"the cuda backend lacks it .* have it: reference"):
+        dg_core.bf16_gemm_nt(a, b, d)
+    environment(DG_BACKEND=None)
+    noting("reference", lacks=(Gemm,))
+    both = r"the cuda backend lacks it \(.*\), the reference backend lacks it \(.*\); no installed backend"
+    with pytest.raises(UnsupportedError, match=both):
+        dg_core.bf16_gemm_nt(a, b, d)
+
+
+def test_the_configuration_that_is_printed_tells_who_was_passed_over(
+    noting: Noting,
+    environment: Environment,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(dispatch, "_printed", set())
+    monkeypatch.setattr(dispatch, "candidates", lambda device: ("cuda", "reference"))
+    noting("cuda", lacks=(Gemm,)), noting("reference")
+    environment(DG_PRINT_CONFIGS="1")
+    dg_core.bf16_gemm_nt(*small_gemm())
+    assert capsys.readouterr().out == (
+        "bf16_gemm_nt: reference: takes a note of bf16_gemm_nt (not cuda: it was told to lack it)\n"
+    )
 
 
 # Threads ----------------------------------------------------------------------------------------------------

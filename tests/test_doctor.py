@@ -13,9 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from dg_core import config
+from dg_core import config, dispatch, ops
+from dg_core.backend import MqaLogits, SfTransform
 from dg_core.doctor import collect, probes, render, torch_side
+from dg_core.doctor.text import _devices
 from dg_core.version import __version__
+
+from .conftest import NotingBackend
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -82,6 +86,38 @@ def test_backends_and_devices(report: Any) -> None:
     assert all(cpu["others"].values()), "a backend was passed over without a reason"
     assert side["cards"] == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
     assert report["ok"] is True
+    assert cpu["elsewhere"] == {}
+
+
+def test_what_a_backend_tells_of_itself(report: Any) -> None:
+    """The compiler, the launcher and the cache of the CUDA backend; backends that have nothing to tell."""
+    backends = report["torch"]["backends"]
+    details = backends["cuda"]["details"]
+    assert set(details) == {"compiler", "launcher", "cache"}
+    assert details["launcher"].startswith(("native: ", "python: "))
+    assert details["cache"] == report["cache"]["path"]
+    assert backends["reference"]["details"] == {}
+    text = " ".join(render(report).split())
+    assert f"launcher: {details['launcher']}" in text
+
+
+def test_the_launcher_that_is_asked_for() -> None:
+    report = json.loads(doctor("--json", DG_NATIVE_LAUNCHER="0").stdout)
+    assert report["torch"]["backends"]["cuda"]["details"]["launcher"] == "python: DG_NATIVE_LAUNCHER is 0"
+
+
+def test_operations_that_go_to_another_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, last = NotingBackend("cuda", lacks=(MqaLogits, SfTransform)), NotingBackend("reference")
+    last.lacks = (SfTransform,)
+    monkeypatch.setitem(dispatch._loaded, "cuda", first)
+    monkeypatch.setitem(dispatch._loaded, "reference", last)
+    state = torch_side._device(dispatch, torch.device("cuda", 0), ("cuda", "reference"))
+    assert state["backend"] == "cuda"
+    transforms = [name for name in ops.TABLE if name.startswith("get_") and name.endswith("_tensor")]
+    assert state["elsewhere"] == {"reference": ["fp8_fp4_mqa_logits"], "no backend": transforms}
+    rows = [" ".join(row.split()) for row in _devices({"devices": {"cuda:0": state}})]
+    assert "but reference for fp8_fp4_mqa_logits" in rows
+    assert f"but no backend for {', '.join(transforms)}" in rows
 
 
 @pytest.mark.parametrize(

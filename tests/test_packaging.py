@@ -9,12 +9,14 @@ step needs a network.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,7 @@ WAYS = ("editable", "wheel", "sdist", "pythonpath")
 NOT_COPIED = (
     "__pycache__",
     "*.pyc",
+    "*.so",
     ".git",
     ".venv*",
     "build",
@@ -35,6 +38,14 @@ NOT_COPIED = (
     "*.egg-info",
     ".*_cache",
     ".hypothesis",
+)
+
+#: The native launcher: what it is called, and whether this machine has all that it is built with.
+NATIVE = "dg_core.backends.cuda._C"
+BUILDS_NATIVE = (
+    shutil.which("c++") is not None
+    and importlib.util.find_spec("pybind11") is not None
+    and Path(sysconfig.get_path("include"), "Python.h").exists()
 )
 
 pytestmark = pytest.mark.packaging
@@ -178,6 +189,7 @@ def test_same_modules_and_kernel_sources(places: dict[str, Place], tree: Path, w
     file, version, modules, kernels, typed = json.loads(place.run("-c", INVENTORY))
     assert Path(file).resolve().is_relative_to(place.root.resolve())
     assert typed
+    assert (modules.pop(NATIVE, None) is not None) == BUILDS_NATIVE
     expected_modules, expected_kernels = inventory(tree)
     assert modules == expected_modules
     assert kernels == expected_kernels
@@ -236,11 +248,70 @@ def test_installed_wheel_runs_the_demo(places: dict[str, Place]) -> None:
 
 
 def test_wheel_holds_the_package_alone(wheel: Path, sdist_wheel: Path) -> None:
+    """One with the native launcher is for this Python and platform, one without it for all."""
     for path in (wheel, sdist_wheel):
         names = zipfile.ZipFile(path).namelist()
-        assert path.name.endswith("-py3-none-any.whl")
+        assert path.name.endswith("-py3-none-any.whl") == (not BUILDS_NATIVE)
         assert {name.partition("/")[0].partition("-")[0] for name in names} == {"dg_core"}
+        native = [name for name in names if name.endswith(".so")]
+        suffix = sysconfig.get_config_var("EXT_SUFFIX")
+        assert native == ([f"{NATIVE.replace('.', '/')}{suffix}"] if BUILDS_NATIVE else [])
     assert sorted(zipfile.ZipFile(wheel).namelist()) == sorted(zipfile.ZipFile(sdist_wheel).namelist())
+
+
+@pytest.mark.skipif(not BUILDS_NATIVE, reason="a C++ compiler, pybind11 or Python.h is not here")
+@pytest.mark.parametrize("way", WAYS)
+def test_the_native_launcher_is_found(places: dict[str, Place], way: str) -> None:
+    code = "from dg_core.backends.cuda import launch; print(*launch.which(), sep='\\n')"
+    kind, reason = places[way].run("-c", code).splitlines()
+    assert kind == "native", reason
+    file = reason.partition(",")[0]
+    assert Path(file).resolve().is_relative_to(places[way].root.resolve())
+    kind, reason = places[way].run("-c", code, DG_NATIVE_LAUNCHER="0").splitlines()
+    assert (kind, reason) == ("python", "DG_NATIVE_LAUNCHER is 0")
+
+
+NO_COMPILER = {"CC": "/no/compiler", "CXX": "/no/compiler"}
+
+
+def build_wheel(tree: Path, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The build script's own wheel: no build environment, a build folder of its own."""
+    command = [sys.executable, "setup.py", "build", "--build-base", folder / "build", "bdist_wheel"]
+    command += ["--bdist-dir", folder / "bdist", "--dist-dir", folder / "dist"]
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    line = list(map(str, command))
+    return subprocess.run(line, cwd=tree, env={**kept, **variables}, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"DG_SKIP_CUDA_BUILD": "1"}, ""),
+        ({"DG_SKIP_CUDA_BUILD": "1", "DG_FORCE_BUILD": "1"}, ""),
+        (NO_COMPILER, "warning: the native CUDA launcher is not built: "),
+    ],
+    ids=["skipped", "skipped and forced", "no compiler"],
+)
+def test_a_wheel_without_the_native_launcher(
+    tree: Path, tmp_path: Path, variables: dict[str, str], words: str
+) -> None:
+    built = build_wheel(tree, tmp_path, **variables)
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert ("the native CUDA launcher is not built: " in built.stderr) == bool(words)
+    assert words in built.stderr
+    (path,) = (tmp_path / "dist").glob("*.whl")
+    assert path.name.endswith("-py3-none-any.whl")
+    names = zipfile.ZipFile(path).namelist()
+    assert "dg_core/backends/cuda/launch.py" in names
+    assert not [name for name in names if name.endswith(".so") or ".data/" in name]
+    (record,) = [name for name in names if name.endswith(".dist-info/WHEEL")]
+    assert "Root-Is-Purelib: true" in zipfile.ZipFile(path).read(record).decode()
+
+
+def test_a_forced_build_fails_without_a_compiler(tree: Path, tmp_path: Path) -> None:
+    built = build_wheel(tree, tmp_path, DG_FORCE_BUILD="1", **NO_COMPILER)
+    assert built.returncode != 0
+    assert "error: the native CUDA launcher is not built: " in built.stderr
 
 
 def test_source_parses_on_the_oldest_python() -> None:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import csv
 import math
 import os
+import re
 import shutil
 import struct
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -165,8 +167,10 @@ def test_hip_layout_check_can_fail(tmp_path: Path) -> None:
     assert "results_cover_the_tile(ResultMap::mmac)" in built.stderr
 
 
-def run_script(name: str, tree: Path, path: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    variables = {"PATH": path, "PYTHON": "no-python", "HOME": str(tree)}
+def run_script(
+    name: str, tree: Path, path: str, *arguments: str, python: str = "no-python", **more: str
+) -> subprocess.CompletedProcess[str]:
+    variables = {"PATH": path, "PYTHON": python, "HOME": str(tree), **more}
     command = [tool("bash"), str(tree / name), *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=variables)
 
@@ -226,6 +230,62 @@ def test_build_cuda_reports_a_broken_header(tree: Path) -> None:
     assert ran.returncode == 1, ran.stdout + ran.stderr
     assert "dg/common/math.cuh: FAILED" in ran.stdout
     assert "dg/common/types.cuh: ok" in ran.stdout
+
+
+#: A module in place of the launcher, since this is about the script and a second to build.
+TINY = """#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1};
+extern "C" __attribute__((visibility("default"))) PyObject* NAME() {
+    PyObject* made = PyModule_Create(&module);
+    PyModule_AddStringConstant(made, "FORMATTER", "tiny 1");
+    PyModule_AddStringConstant(made, "PYBIND11", "0");
+    return made;
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "words", "error"),
+    [
+        (TINY.replace("NAME", "PyInit__C"), 0, r"built with pybind11 0 and tiny 1, imports", ""),
+        (TINY.replace("NAME", "PyInit_other"), 1, r"FAILED to import", r"PyInit__C"),
+        ("#error it is broken\n", 1, r"FAILED to build", r"it is broken"),
+    ],
+    ids=["good", "does not import", "does not build"],
+)
+def test_build_cuda_builds_the_launcher(
+    tree: Path, tmp_path: Path, source: str, status: int, words: str, error: str
+) -> None:
+    """With an nvcc that compiles nothing, so that the status is that of the launcher."""
+    tool("c++")
+    pytest.importorskip("pybind11")
+    pytest.importorskip("setuptools", minversion="77")
+    for name in ("dg_core", "backends"):
+        ignored = shutil.ignore_patterns("__pycache__", "*.so")
+        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignored)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy2(ROOT / name, tree / name)
+    host = tree / "csrc_cuda" / "host"
+    for path in host.glob("*.cpp"):
+        path.unlink()
+    (host / "tiny.cpp").write_text(source)
+    nvcc = tmp_path / "cuda" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text("#!/bin/sh\nexit 0\n")
+    nvcc.chmod(0o755)
+    ran = run_script(
+        "build_cuda.sh", tree, os.environ["PATH"], python=sys.executable, CUDA_HOME=str(nvcc.parent.parent)
+    )
+    assert ran.returncode == status, ran.stdout + ran.stderr
+    assert re.search(rf"^launcher +.*{words}", ran.stdout, re.MULTILINE), ran.stdout
+    assert re.search(r"^fmt +(headers of version \d+|not found, .*|not found; .*)$", ran.stdout, re.MULTILINE)
+    assert re.search(error, ran.stderr), ran.stderr
+    left = run_script(
+        "build_cuda.sh", tree, os.environ["PATH"], DG_SKIP_CUDA_BUILD="1", CUDA_HOME=str(nvcc.parent.parent)
+    )
+    assert left.returncode == 0, left.stdout + left.stderr
+    assert re.search(r"^launcher +left out: DG_SKIP_CUDA_BUILD=1$", left.stdout, re.MULTILINE)
 
 
 def test_asm_manifest_names_what_is_there() -> None:

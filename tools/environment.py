@@ -20,7 +20,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
-INPUTS = (ROOT / "pyproject.toml", ROOT / "setup.py", CONSTRAINTS, Path(__file__))
+NATIVE = tuple(sorted((ROOT / "csrc_cuda" / "host").glob("*.*")))  # what setup.py compiles
+INPUTS = (ROOT / "pyproject.toml", ROOT / "setup.py", CONSTRAINTS, Path(__file__), *NATIVE)
 MIN_PYTHON = (3, 10)
 MIN_TORCH = (2, 9)
 #: What the floor environment pins instead of constraints.txt: the lower bounds of pyproject.toml.
@@ -85,7 +86,8 @@ def install(directory: Path, pins: list[str], extras: str) -> None:
     # --no-compile: most of torch is never imported, and what is imported is compiled then.
     pip += ["--disable-pip-version-check", "--no-compile", "-c", str(constraints)]
     steps = (
-        ["setuptools", "wheel"],  # first, so that the next step needs no build environment of its own
+        # First, so that the next step needs no build environment of its own.
+        ["setuptools", "wheel", "pybind11"],
         ["--no-build-isolation", "-e", f"{ROOT}[{extras}]"],
         ["--no-deps", WEIGHTS],
     )

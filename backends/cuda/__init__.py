@@ -1,39 +1,132 @@
-"""The CUDA backend: kernels for Hopper and Blackwell that are compiled when they are first needed."""
+"""The CUDA backend: kernels for Hopper that are compiled when they are first needed.
+
+It has the dense products, in FP8 and BF16. What it lacks so far it names, operation by operation, and the
+front then takes another backend unless this one was asked for.
+"""
 
 from __future__ import annotations
+
+import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dg_core.backend import Availability, Plan, Problem, Target
-from dg_core.errors import UnsupportedError
+from dg_core import cache
+from dg_core.backend import Availability, Compiled, Gemm, Plan, Problem, Target
+from dg_core.errors import BackendUnavailable, UnsupportedError
 
-_MISSING = "this version ships no CUDA kernels yet"
+from . import explain, gemm, jit, launch
+from .blas import BlasPlan
+
+ARCHS = (gemm.ARCH,)
+_BLAS = "cublaslt_gemm"
+_DENSE = ("fp8_gemm", "bf16_gemm", _BLAS)
+
+
+def has_kernels(op: str) -> bool:
+    """True for the operations that this backend has: the dense products."""
+    return op.startswith(_DENSE)
+
+
+def architecture(device: torch.device) -> str:
+    """``sm90a`` and so on: what kernels for a card are compiled for."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm{major}{minor}" + ("a" if major >= 9 else "")
 
 
 class CudaBackend:
-    """Answers for CUDA devices. It has no kernels in this version and says so wherever it is asked."""
+    """Runs on CUDA devices of the architectures that it has kernels for."""
 
     name = "cuda"
 
     def available(self, device: torch.device | None = None) -> Availability:
         if device is not None and device.type != "cuda":
             return Availability(False, f"it needs a CUDA tensor, not one on {device}")
-        return Availability(False, _MISSING, "use DG_BACKEND=reference, which runs on this device too")
+        if torch.version.hip or not torch.cuda.is_available():
+            return Availability(
+                False, "torch finds no CUDA device", "it takes a CUDA build of torch and a driver"
+            )
+        arch = architecture(torch.device("cuda", torch.cuda.current_device()) if device is None else device)
+        if arch not in ARCHS:
+            words = f"it has kernels for {', '.join(ARCHS)}, and this card is {arch}"
+            return Availability(False, words, "use DG_BACKEND=reference, which runs on this device too")
+        try:
+            jit.default().compiler()
+        except BackendUnavailable as error:
+            return Availability(False, str(error), "pip install 'nvidia-cuda-nvrtc==13.0.*'")
+        return Availability(True)
 
     def supports(self, problem: type, op: str, arch: str | None = None) -> Availability:
-        return Availability(False, _MISSING)
+        if arch is not None and arch not in ARCHS:
+            return Availability(False, f"it has kernels for {', '.join(ARCHS)} alone")
+        if problem is not Gemm or not has_kernels(op):
+            return Availability(False, "it has kernels for dense products alone")
+        return Availability(True)
 
     def target(self, device: torch.device) -> Target:
         properties = torch.cuda.get_device_properties(device)
-        arch = f"sm{properties.major}{properties.minor}" + ("a" if properties.major >= 9 else "")
-        return Target(arch, properties.multi_processor_count, properties.name)
+        return Target(architecture(device), properties.multi_processor_count, properties.name)
 
     def plan(self, problem: Problem, tensors: tuple[Tensor | None, ...]) -> Plan:
-        raise UnsupportedError(f"{problem.op}: {_MISSING}")
+        if not isinstance(problem, Gemm) or problem.grouping != "dense":
+            raise UnsupportedError(f"{problem.op}: the cuda backend has kernels for dense products alone")
+        if 0 in (problem.m, problem.n):
+            return _nothing
+        if problem.k == 0:
+            return functools.partial(_without_product, problem)
+        if problem.op.startswith(_BLAS):
+            return BlasPlan(problem)
+        return gemm.plan(problem, tensors)
 
     def explain(self, problem: Problem, arch: str | None = None) -> str:
-        return _MISSING
+        return explain.words(problem)
+
+    def sources(self, problem: Problem, arch: str) -> dict[str, str]:
+        """Names and sources of every kernel that any M of a problem's (N, K) may take: what to compile ahead.
+
+        Raises:
+            UnsupportedError: the backend has no kernel for the problem on that architecture.
+        """
+        state = self.supports(type(problem), problem.op, arch)
+        if not state.ok:
+            raise UnsupportedError(f"{problem.op}: nothing to compile for {arch}: {state.reason}")
+        return explain.sources(problem)
+
+    def compile(self, name: str, source: str, arch: str) -> Compiled:
+        """One of those sources, into the cache; neither a card nor a driver is needed."""
+        kernel = jit.default().build(name, source, arch)
+        return Compiled(name, kernel.origin, kernel.seconds, kernel.compiler, kernel.notes)
+
+    def details(self) -> dict[str, str]:
+        """The compiler and the launcher in use, with reasons; where compiled kernels are kept."""
+        try:
+            found = jit.default().compiler()
+            names = (found.compiler.identity,) if found.compiler else ()
+            compiler = "; ".join((*names, *found.reasons))
+        except BackendUnavailable as error:
+            compiler = str(error)
+        launcher, reason = launch.which()
+        return {"compiler": compiler, "launcher": f"{launcher}: {reason}", "cache": str(cache.root())}
+
+
+def _nothing(*tensors: Any) -> None:
+    """A product without rows or columns writes nothing."""
+
+
+def _without_product(problem: Gemm, *tensors: Tensor | None) -> None:
+    """K is zero: D is C, or zeros; holes between heads stay."""
+    d, c = tensors[gemm.D], tensors[gemm.C]
+    assert d is not None
+    if c is None and problem.head_splits is not None:
+        left, hole, right = problem.head_splits
+        heads = d.view(d.shape[0], -1, left + hole + right)
+        heads[:, :, :left].zero_()
+        heads[:, :, left + hole :].zero_()
+    elif c is None:
+        d.zero_()
+    elif not problem.in_place:
+        d.copy_(c)
 
 
 BACKEND = CudaBackend()

@@ -29,6 +29,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuGetErrorName": (_INT, ctypes.POINTER(ctypes.c_char_p)),
     "cuGetErrorString": (_INT, ctypes.POINTER(ctypes.c_char_p)),
     "cuCtxGetCurrent": (ctypes.POINTER(_POINTER),),
+    "cuCtxPushCurrent_v2": (_POINTER,),
+    "cuCtxPopCurrent_v2": (ctypes.POINTER(_POINTER),),
     "cuThreadExchangeStreamCaptureMode": (ctypes.POINTER(_INT),),
     "cuModuleLoadData": (ctypes.POINTER(_POINTER), ctypes.c_char_p),
     "cuModuleUnload": (_POINTER,),
@@ -71,6 +73,7 @@ class Function:
     module: int
     shared_bytes: int
     driver: Driver
+    context: int  # the handle of the context that it was loaded in
 
 
 class Driver:
@@ -85,6 +88,8 @@ class Driver:
 
     def __init__(self, library: Any) -> None:
         self._library = library
+        #: What the loader knows the library by; empty for an object that is no library.
+        self.path = str(getattr(library, "_name", None) or "")
         self._loaded: dict[tuple[int, str], Function] = {}
         self._guard = threading.Lock()
         try:
@@ -136,6 +141,18 @@ class Driver:
         return handle.value or 0
 
     @contextlib.contextmanager
+    def in_context(self, context: int) -> Iterator[None]:
+        """Make a context the current one of this thread for as long as the block lasts."""
+        if self.context() == context:
+            yield
+            return
+        self.call("cuCtxPushCurrent_v2", context)
+        try:
+            yield
+        finally:
+            self.call("cuCtxPopCurrent_v2", ctypes.byref(_POINTER()))
+
+    @contextlib.contextmanager
     def relaxed_capture(self) -> Iterator[None]:
         """Let this thread load modules while a stream captures: such calls touch no stream, yet the driver
         refuses them in the other capture modes, and the capture is lost."""
@@ -166,13 +183,17 @@ class Driver:
             if place not in self._loaded:
                 start = time.perf_counter()
                 with self.relaxed_capture():
-                    self._loaded[place] = self._load(image, name, shared_bytes, non_portable_cluster)
+                    module, function = self._load(image, name, shared_bytes, non_portable_cluster)
+                self._loaded[place] = Function(name, function, module, shared_bytes, self, place[0])
                 if config.env("DG_JIT_PRINT_LOAD_TIME"):
                     took = (time.perf_counter() - start) * 1e3
                     print(f"JIT {name}: loaded in {took:.2f} ms ({len(image)} bytes)", flush=True)
             return self._loaded[place]
 
-    def _load(self, image: bytes, name: str, shared_bytes: int, non_portable_cluster: bool) -> Function:
+    def _load(
+        self, image: bytes, name: str, shared_bytes: int, non_portable_cluster: bool
+    ) -> tuple[int, int]:
+        """The handles of the module and of the function."""
         module, function = _POINTER(), _POINTER()
         self.call("cuModuleLoadData", ctypes.byref(module), image)
         try:
@@ -189,7 +210,7 @@ class Driver:
             with contextlib.suppress(DriverError):  # the first error is the one to tell
                 self.call("cuModuleUnload", module)
             raise
-        return Function(name, function.value or 0, module.value or 0, shared_bytes, self)
+        return module.value or 0, function.value or 0
 
     # Tensor maps --------------------------------------------------------------------------------------------
 
@@ -214,15 +235,24 @@ class Driver:
             ArgumentError: a rule of the hardware is broken; the message says which.
             DriverError: the driver refuses it all the same.
         """
-        _check_map(at, address, dtype, shape, row_bytes, box, swizzle, l2_promotion, what)
-        sizes = (ctypes.c_uint64 * 2)(shape[1], shape[0])
-        strides = (ctypes.c_uint64 * 1)(row_bytes)
-        boxes = (ctypes.c_uint32 * 2)(box[1], box[0])
-        steps = (ctypes.c_uint32 * 2)(1, 1)
-        self.call(
-            "cuTensorMapEncodeTiled", at, structs.DATA_TYPES[dtype], 2, address, sizes, strides, boxes, steps,
-            0, structs.SWIZZLES[swizzle], structs.L2_PROMOTIONS[l2_promotion], 0,
-        )  # fmt: skip
+        check_map(dtype, shape, row_bytes, box, swizzle, l2_promotion, what)
+        check_address(address, what)
+        if at % structs.TENSOR_MAP_ALIGNMENT:
+            raise ArgumentError(
+                f"tensor map of {what}: the map's address is {at:#x}; it must be 64-byte aligned"
+            )
+        self.encode(at, address, structs.tiled(dtype, shape, row_bytes, box, swizzle, l2_promotion), what)
+
+    def encode(self, at: int, address: int, arguments: structs.Tiled, what: str) -> None:
+        """Encode a tensor map from what ``structs.tiled`` made of rules that ``check_map`` has seen.
+
+        Raises:
+            DriverError: the driver refuses it.
+        """
+        before, after = arguments
+        code = self._library.cuTensorMapEncodeTiled(at, *before, address, *after)
+        if code:
+            raise self.error(f"tensor map of {what}: cuTensorMapEncodeTiled", code)
 
     # Launching ----------------------------------------------------------------------------------------------
 
@@ -256,12 +286,7 @@ class Launch:
         self, driver: Driver, function: Function, grid: tuple[int, int, int], block: tuple[int, int, int],
         parameters: ctypes.Structure, cluster: tuple[int, int, int], pdl: bool,
     ) -> None:  # fmt: skip
-        for axis, size, blocks in zip("xyz", cluster, grid, strict=True):
-            if size < 1 or blocks % size or blocks < 1:
-                raise ArgumentError(
-                    f"{function.name}: the grid has {blocks} blocks along {axis} and clusters have {size}; "
-                    "the first must be a positive multiple of the second"
-                )
+        check_grid(function.name, grid, cluster)
         self.driver, self.function, self.parameters = driver, function, parameters
         self._attributes = (structs.Attribute * 2)()
         count = 0
@@ -294,14 +319,44 @@ class Launch:
             raise self.driver.error(f"{self.function.name}: cuLaunchKernelEx", code)
 
 
-def _check_map(
-    at: int, address: int, dtype: str, shape: tuple[int, int], row_bytes: int, box: tuple[int, int],
-    swizzle: int, l2_promotion: int, what: str,
+def check_grid(name: str, grid: tuple[int, int, int], cluster: tuple[int, int, int]) -> None:
+    """The rule for clusters: along each axis they divide the grid.
+
+    Raises:
+        ArgumentError: they do not; the message names the kernel, the axis and both sizes.
+    """
+    for axis, size, blocks in zip("xyz", cluster, grid, strict=True):
+        if size < 1 or blocks % size or blocks < 1:
+            raise ArgumentError(
+                f"{name}: the grid has {blocks} blocks along {axis} and clusters have {size}; "
+                "the first must be a positive multiple of the second"
+            )
+
+
+def check_address(address: int, what: str) -> None:
+    """The rule for the address of a tensor that is reached through a map.
+
+    Raises:
+        ArgumentError: it is not aligned.
+    """
+    if address % structs.MAPPED_ALIGNMENT:
+        raise ArgumentError(
+            f"tensor map of {what}: the address is {address:#x}; "
+            f"it must be {structs.MAPPED_ALIGNMENT}-byte aligned"
+        )
+
+
+def check_map(
+    dtype: str, shape: tuple[int, int], row_bytes: int, box: tuple[int, int], swizzle: int, l2_promotion: int,
+    what: str,
 ) -> None:  # fmt: skip
-    """The hardware's rules for a tensor map of two axes, without interleaving.
+    """The hardware's rules for a tensor map of two axes, without interleaving, but for its addresses.
 
     The driver checks them too and names none of them. They are those of ``cuTensorMapEncodeTiled`` in
     NVIDIA's reference of the driver API.
+
+    Raises:
+        ArgumentError: one is broken; the message says which, and by what.
     """
     choices: tuple[tuple[str, str | int, tuple[str | int, ...]], ...] = (
         ("dtype", dtype, tuple(structs.DATA_TYPES)),
@@ -315,8 +370,6 @@ def _check_map(
     size = structs.ELEMENT_BYTES[dtype]
     box_bytes = box[1] * size
     rules = (
-        (at % structs.TENSOR_MAP_ALIGNMENT == 0, f"the map's address is {at:#x}; it must be 64-byte aligned"),
-        (address % 16 == 0, f"the address is {address:#x}; it must be 16-byte aligned"),
         (row_bytes % 16 == 0, f"rows are {row_bytes} bytes apart; it must be a multiple of 16"),
         (0 <= row_bytes < 1 << 40, f"rows are {row_bytes} bytes apart; it must be less than 2^40"),
         (all(0 < n <= 1 << 32 for n in shape), f"the shape is {shape}; each size must be in [1, 2^32]"),

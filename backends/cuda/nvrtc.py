@@ -50,6 +50,9 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
+_CACHES: Version = (13, 0)  # releases that keep a cache on disk, and know the option against it
+
+
 class Nvrtc:
     """One NVRTC library.
 
@@ -92,7 +95,9 @@ class Nvrtc:
         """The options of the compilation, without include folders."""
         return [
             f"--gpu-architecture={options.arch}", f"--std=c++{options.standard}", "--ptxas-options=-v",
-            *(["--generate-line-info"] if options.lineinfo else []), *options.extra,
+            *(["--generate-line-info"] if options.lineinfo else []),
+            # Its own cache gives the binary without the assembler's report.
+            *(["--no-cache"] if self.version >= _CACHES else []), *options.extra,
         ]  # fmt: skip
 
     def command(self, name: str, options: Options) -> str:

@@ -7,10 +7,11 @@ size and offset with a header where there is one.
 from __future__ import annotations
 
 import ctypes
-from typing import TypeVar
+from typing import Any, TypeVar
 
 TENSOR_MAP_BYTES = 128
 TENSOR_MAP_ALIGNMENT = 64  # the rule of cuTensorMapEncodeTiled
+MAPPED_ALIGNMENT = 16  # its rule for the address of the tensor, when nothing is interleaved
 # What cuda.h aligns its own CUtensorMap to: 64 up to CUDA 12, 128 in CUDA 13. The greater serves both.
 TENSOR_MAP_HEADER_ALIGNMENT = 128
 
@@ -77,3 +78,19 @@ def aligned(kind: type[AnyStructure], alignment: int = TENSOR_MAP_HEADER_ALIGNME
     """A zeroed structure at an aligned address; it keeps the memory alive that it lies in."""
     memory = ctypes.create_string_buffer(ctypes.sizeof(kind) + alignment - 1)
     return kind.from_buffer(memory, -ctypes.addressof(memory) % alignment)
+
+
+#: Arguments of ``cuTensorMapEncodeTiled``: those between the map and the tensor's address, those after it.
+Tiled = tuple[tuple[int, int], tuple[Any, ...]]
+
+
+def tiled(
+    dtype: str, shape: tuple[int, int], row_bytes: int, box: tuple[int, int], swizzle: int, l2_promotion: int
+) -> Tiled:
+    """The arguments for a matrix with contiguous rows; ``Driver.encode_2d`` says what each value means."""
+    sizes = (ctypes.c_uint64 * 2)(shape[1], shape[0])
+    strides = (ctypes.c_uint64 * 1)(row_bytes)
+    boxes = (ctypes.c_uint32 * 2)(box[1], box[0])
+    steps = (ctypes.c_uint32 * 2)(1, 1)
+    after = (sizes, strides, boxes, steps, 0, SWIZZLES[swizzle], L2_PROMOTIONS[l2_promotion], 0)
+    return (DATA_TYPES[dtype], 2), after

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from .. import ops, samples
-from ..dispatch import choose, default_device, run
+from ..dispatch import check, choose, default_device, run
 from ..errors import ArgumentError
+from ..layout import empty_mn_major
 from ..opspec import Cost, Op, cost
 from ..testing.cases import SETS, Case
 from ..version import __version__
 from . import measure, params, terminal
-from .peers import find_deep_gemm, peers
+from .peers import find_deep_gemm, ours, peers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Row:
 
     case: str
     op: str
+    backend: str
     us: float
     fastest: float
     slowest: float
@@ -98,14 +100,32 @@ def kind_of(op: Op, tensors: tuple[Tensor | None, ...]) -> str:
     return "bf16" if first is not None and first.dtype == torch.bfloat16 else "fp8"
 
 
+def as_kernels_load(op: Op, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The float32 scales of single rows of a dense product with their rows contiguous, padded to 16 bytes, as
+    the casts of serving programs write them: no layout change is timed, neither here nor in a peer."""
+    if op.sampler != "gemm":
+        return tensors
+    laid = list(tensors)
+    for side in "ab":
+        at = op.positions.get(f"sf{side}")
+        x, sf = tensors[op.positions[side]], tensors[at] if at is not None else None
+        if at is None or x is None or sf is None or sf.dtype != torch.float32:
+            continue
+        if sf.dim() == 2 and sf.shape[0] == x.shape[0] and sf.shape[1] > 1:
+            laid[at] = empty_mn_major(tuple(sf.shape), sf.dtype, sf.device).copy_(sf)
+    return tuple(laid)
+
+
 def measure_case(
     case: Case, clock: measure.Clock, limits: measure.Ceilings, deep_gemm: Any, with_peers: bool
 ) -> Row:
     """Time one case and its peers on the same tensors."""
     op = ops.TABLE[case.op]
     tensors, options = samples.sample(op, case.dims, device=clock.device, **case.choices)
+    tensors = as_kernels_load(op, tensors)
     work = work_of(op, tensors, options, run(op, tensors, options))
-    timing = clock.time(lambda: run(op, tensors, options))
+    backend, _ = choose(clock.device, type(check(op, tensors, options)[0]), op.name)
+    timing = clock.time(ours(op, tensors, options))
     mhz = measure.sm_clock(clock.device)
     floor, by = limits.floor(work, kind_of(op, tensors))
     compared: dict[str, dict[str, Any]] = {}
@@ -116,9 +136,9 @@ def measure_case(
         except Exception as error:  # a peer may refuse a shape; that is its answer
             compared[name] = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
     return Row(
-        case.label, case.op, timing.us, timing.fastest, timing.slowest, timing.runs, work.flops, work.bytes,
-        work.flops / timing.us / 1e6, work.bytes / timing.us / 1e3, floor, by, floor / timing.us, mhz,
-        compared,
+        case.label, case.op, backend.name, timing.us, timing.fastest, timing.slowest, timing.runs,
+        work.flops, work.bytes, work.flops / timing.us / 1e6, work.bytes / timing.us / 1e3, floor, by,
+        floor / timing.us, mhz, compared,
     )  # fmt: skip
 
 
@@ -146,18 +166,21 @@ def chosen_cases(cases: tuple[Case, ...], wanted: tuple[str, ...]) -> list[Case]
 def table_of(rows: list[Row]) -> Any:
     names = list(dict.fromkeys(name for row in rows for name in row.peers))
     clocks = any(row.clock_mhz for row in rows)
+    # Operation by operation: on a card some run on its own backend, the rest on the reference.
+    mixed = len({row.backend for row in rows}) > 1
     # A CPU does billions a second, not trillions: TFLOPS would be columns of zeros there.
     unit, factor = ("TFLOPS", 1.0) if any(row.tflops >= 1 for row in rows) else ("GFLOPS", 1e3)
     numbers = ["us", unit, "GB/s", "floor", "share", *names, *(["MHz"] if clocks else [])]
-    shown = terminal.table("case", *numbers, right=numbers)
+    shown = terminal.table("case", *(["backend"] if mixed else []), *numbers, right=numbers)
     for row in rows:
         ratios = [
             terminal.number(row.peers[name]["ratio"]) if "ratio" in row.peers.get(name, {}) else "-"
             for name in names
         ]
         shown.add_row(
-            row.case, f"{row.us:.1f}", terminal.number(row.tflops * factor), terminal.number(row.gbs),
-            f"{row.floor_us:.1f}", f"{row.share:.1%}", *ratios,
+            row.case, *([row.backend] if mixed else []), f"{row.us:.1f}",
+            terminal.number(row.tflops * factor), terminal.number(row.gbs), f"{row.floor_us:.1f}",
+            f"{row.share:.1%}", *ratios,
             *([str(row.clock_mhz or "-")] if clocks else []),
         )  # fmt: skip
     return shown

@@ -12,12 +12,12 @@ import torch
 
 from .. import ops
 from ..backend import Availability
-from ..dispatch import candidates, load_backend, probe, requested_backend
+from ..dispatch import candidates, load_backend, probe, requested_backend, search
 from ..doctor.text import WIDTH
-from ..errors import BackendUnavailable
+from ..errors import BackendUnavailable, UnsupportedError
 from ..layout import ScaleFormat
 from ..rules import dtype_name
-from . import CUDA_ENGINE_MISSING, calls, terminal
+from . import calls, terminal
 from .params import ARCHS, arch_at_hand
 from .params import arch as known_arch
 
@@ -37,7 +37,7 @@ class Choice:
 
 
 def choose_for(call: calls.Call, arch: str | None) -> Choice:
-    """Walk the backends in dispatch's order until one has the operation."""
+    """The backend that dispatch finds for the call, there."""
     here, device = arch_at_hand()
     at_hand = arch is None or arch == here
     arch = here if arch is None else arch
@@ -48,20 +48,17 @@ def choose_for(call: calls.Call, arch: str | None) -> Choice:
         order = candidates(device)
     else:
         order = tuple(dict.fromkeys((ARCHS[arch], "reference")))
-    passed_over: dict[str, str] = {}
-    for name in order:
-        state = probe(name, device) if at_hand else _elsewhere(name, arch)
-        if not state.ok:
-            passed_over[name] = state.reason
-            continue
-        backend = load_backend(name)
-        has = backend.supports(type(call.problem), call.op.name, arch)
-        if has.ok:
-            words = backend.explain(call.problem, arch).replace(str(call.problem), "the problem above")
-            return Choice(arch, at_hand, name, words, passed_over)
-        words = f"the call raises UnsupportedError: the {name} backend runs there and lacks it ({has.reason})"
-        return Choice(arch, at_hand, "", words, passed_over)
-    return Choice(arch, at_hand, "", "no backend would run it", passed_over)
+
+    def runs(name: str) -> Availability:
+        return probe(name, device) if at_hand else _elsewhere(name, arch)
+
+    found = search(order, runs, type(call.problem), call.op.name, arch)
+    passed_over = {name: state.reason for name, state in found.passed_over.items()}
+    if found.backend is not None:
+        words = found.backend.explain(call.problem, arch).replace(str(call.problem), "the problem above")
+        return Choice(arch, at_hand, found.backend.name, words, passed_over)
+    error = UnsupportedError if found.lacking else BackendUnavailable
+    return Choice(arch, at_hand, "", f"none: the call raises {error.__name__}", passed_over)
 
 
 def _elsewhere(name: str, arch: str) -> Availability:
@@ -75,7 +72,7 @@ def _elsewhere(name: str, arch: str) -> Availability:
                 return state
             reason = reason or state.reason
     except BackendUnavailable as error:
-        reason = str(error)
+        reason = reason or str(error)
     return Availability(False, reason)
 
 
@@ -180,9 +177,7 @@ def _show(call: calls.Call, choice: Choice) -> None:
     lines["cost"] = _cost(call)
     lines["arch"] = choice.arch + ("" if choice.at_hand else ", which is not the one at hand")
     lines["backend"] = f"{choice.backend}: {choice.words}" if choice.backend else choice.words
-    for name, reason in choice.passed_over.items():
-        engine = f" (this {CUDA_ENGINE_MISSING})" if name == "cuda" and choice.arch.startswith("sm") else ""
-        lines[f"not {name}"] = reason + engine
+    lines.update({f"not {name}": reason for name, reason in choice.passed_over.items()})
     for label, words in lines.items():
         click.echo(terminal.labelled(label, words))
 

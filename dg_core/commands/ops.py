@@ -59,7 +59,10 @@ def support(archs: tuple[str, ...] = SHOWN) -> Iterator[Support]:
     help=f"Only this architecture; repeat for more. Default: {', '.join(SHOWN)}.",
 )
 def command(as_json: bool, archs: tuple[str, ...]) -> None:
-    """Which backend has which operation on which architecture, with the reasons where none has."""
+    """Which backend has which operation on which architecture, with the reasons where one has not.
+
+    The table names the backend that is taken if none is asked for; --json lists every one.
+    """
     chosen = archs or SHOWN
     rows = list(support(chosen))
     if as_json:
@@ -70,8 +73,8 @@ def command(as_json: bool, archs: tuple[str, ...]) -> None:
     for op in ops.TABLE:
         cells = []
         for arch in chosen:
-            having = [row.backend for row in rows if row.op == op and row.arch == arch and row.ok]
-            cells.append(", ".join(having) or "-")
+            having = (row.backend for row in rows if row.op == op and row.arch == arch and row.ok)
+            cells.append(next(having, "-"))  # all of them would be wider than a page
         shown.add_row(op, *cells)
     terminal.show(shown)
     lacking: dict[tuple[str, str], dict[str, set[str]]] = {}

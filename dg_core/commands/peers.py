@@ -1,7 +1,7 @@
 """What ``dg-core bench`` compares with: the same product as other programs compute it, in the same process.
 
 A peer is a function without arguments that does the work once. One that is missing or refuses the case
-leaves a reason.
+leaves a reason; one that computes something else is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dispatch import run
+from ..errors import DGError
+from ..layout import BLOCK_1X128, BLOCK_128X128, align
 from ..opspec import Op
+from ..testing import calc_diff
+
+# Block-scaled products differ by the order of their sums and the rounding of D; another layout of the scales
+# would differ by far more.
+SAME_VALUES = 1e-4
 
 Peer = Callable[[], Any]
 
@@ -61,11 +69,14 @@ def on_host(op: Op, named: Mapping[str, Any]) -> dict[str, Peer]:
 
 
 def on_card(op: Op, named: Mapping[str, Any], deep_gemm: Any) -> dict[str, Peer]:
-    """cuBLAS through torch (one scale a tensor: less work than block scales) and the public deep_gemm."""
+    """cuBLAS through torch, with one scale a tensor (less work than block scales) and with block scales where
+    those are the case's, and the public deep_gemm."""
     found: dict[str, Peer] = {}
     if op.name == "fp8_gemm_nt" and named["c"] is None:
         one, a, b = torch.ones((), device=named["a"].device), named["a"], named["b"]
         found["cublas"] = lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)
+        if _has_block_scales(named):
+            found["cublas block"] = Lazy(functools.partial(_cublas_block, named))
     elif op.name == "bf16_gemm_nt" and named["c"] is None:
         a, b = named["a"], named["b"]
         found["cublas"] = lambda: torch.mm(a, b.t())
@@ -73,6 +84,39 @@ def on_card(op: Op, named: Mapping[str, Any], deep_gemm: Any) -> dict[str, Peer]
         # Made at the first call, so that what the library lacks or refuses is a reason like any other.
         found["deep_gemm"] = Lazy(functools.partial(_DEEP_GEMM[op.sampler], deep_gemm, op, named))
     return found
+
+
+def _has_block_scales(named: Mapping[str, Any]) -> bool:
+    """Scales of 1 x 128 and 128 x 128 in float32, which cuBLAS 12.9 knows on Hopper."""
+    sides = ((named["a"], named["sfa"], BLOCK_1X128), (named["b"], named["sfb"], BLOCK_128X128))
+    return all(sf.dtype == torch.float32 and sf.shape == fmt.shape(*x.shape) for x, sf, fmt in sides)
+
+
+def _cublas_block(named: Mapping[str, Any]) -> Peer:
+    """torch._scaled_mm with block scales, laid out beforehand as it wants them.
+
+    Those of A lie with their rows contiguous, those of B with their K blocks contiguous and, in releases that
+    pad them, a multiple of four apart. Values are compared with D, which has been computed.
+
+    Raises:
+        RuntimeError: torch or cuBLAS refuses the case. DGError: the values are others.
+    """
+    a, b, sfa, sfb, d = (named[name] for name in ("a", "b", "sfa", "sfb", "d"))
+    rows, blocks = sfb.shape
+    padded = sfb.new_zeros(rows, align(blocks, 4))
+    padded[:, :blocks] = sfb
+    scales_a = sfa.t().contiguous().t()
+    call = functools.partial(torch._scaled_mm, a, b.t(), scales_a, out_dtype=torch.bfloat16)
+    try:
+        scales_b = padded[:, :blocks].t()
+        result = call(scale_b=scales_b)
+    except RuntimeError:
+        scales_b = sfb.t().contiguous()
+        result = call(scale_b=scales_b)
+    difference = calc_diff(result, d)
+    if not difference <= SAME_VALUES:
+        raise DGError(f"its values differ from D: calc_diff {difference:.3g}, at most {SAME_VALUES:g}")
+    return functools.partial(call, scale_b=scales_b)
 
 
 class Lazy:
@@ -146,6 +190,13 @@ _DEEP_GEMM: Mapping[str, Callable[[Any, Op, Mapping[str, Any]], Peer]] = {
     "gemm": _dense, "contiguous": _contiguous, "masked": _masked, "k_grouped": _k_grouped, "mqa_logits": _mqa,
     "paged_mqa_logits": _paged,
 }  # fmt: skip
+
+
+def ours(op: Op, tensors: Sequence[Tensor | None], options: Sequence[Any]) -> Peer:
+    """The case through dg_core: by its public function where that is called as the public library's is."""
+    if op.sampler == "gemm":
+        return _dense(importlib.import_module("dg_core"), op, _named(op, tensors, options))
+    return lambda: run(op, tuple(tensors), tuple(options))
 
 
 def peers(

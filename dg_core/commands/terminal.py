@@ -12,6 +12,8 @@ from rich.table import Table
 
 from ..doctor.text import WIDTH, line
 
+WIDEST = 1000
+
 
 def console() -> Console:
     """Standard output: styled in a terminal, plain and as wide as the doctor's report elsewhere."""
@@ -39,8 +41,13 @@ def table(
 
 
 def show(made: Table) -> None:
-    """Print a table without the blanks that fill its last column."""
+    """Print a table without the blanks that fill its last column.
+
+    Where nobody watches, one whose cells must stay whole (names of kernels, say) is as wide as they are.
+    """
     out = console()
+    if not sys.stdout.isatty() and all(column.no_wrap for column in made.columns):
+        out.width = max(WIDTH, Console(width=WIDEST).measure(made).maximum)
     with out.capture() as capture:
         out.print(made)
     print("\n".join(text.rstrip() for text in capture.get().splitlines()))

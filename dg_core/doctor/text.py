@@ -42,6 +42,7 @@ def _backends(torch_side: dict[str, Any]) -> list[str]:
             else f"not here: {state['reason']}{remedy}"
         )
         found.append(line(name, words))
+        found += [line("", f"{label}: {told}") for label, told in state["details"].items()]
     asked = torch_side["requested"]
     if asked != "auto":
         words = asked["error"] if isinstance(asked, dict) else f"{asked}, for every operation"
@@ -60,6 +61,8 @@ def _devices(torch_side: dict[str, Any]) -> list[str]:
             line(device, f"{state['backend']}, arch {state['arch']}, {state['processors']} processors{name}")
         )
         found += [line("", f"not {other}: {reason}") for other, reason in state["others"].items()]
+        for other, names in state["elsewhere"].items():
+            found.append(line("", f"but {other} for {', '.join(names)}"))
     return found
 
 

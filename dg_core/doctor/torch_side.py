@@ -52,7 +52,8 @@ def with_torch() -> dict[str, Any]:
         runs = [str(device) for device, state in found if state.ok]
         state = dispatch.probe(name)
         states[name] = {"runs_on": runs, "reason": "" if runs else state.reason or found[-1][1].reason,
-                        "remedy": "" if runs else state.remedy}  # fmt: skip
+                        "remedy": "" if runs else state.remedy,
+                        "details": guarded(functools.partial(_details, dispatch, name))}  # fmt: skip
     libraries = shared_libraries()  # before the loop below loads more of them
     loaded = {name: load(module) for name, (module, _) in LIBRARIES.items() if module and installed(name)}
     return {
@@ -63,6 +64,17 @@ def with_torch() -> dict[str, Any]:
         },
         "loaded_modules": loaded, "loaded_libraries": libraries,
     }  # fmt: skip
+
+
+def _details(dispatch: ModuleType, name: str) -> dict[str, str]:
+    """What a backend tells of itself, where it has more to tell than whether it runs."""
+    from .. import backend, errors
+
+    try:
+        found = dispatch.load_backend(name)
+    except errors.BackendUnavailable:  # the reason why it does not run says so
+        return {}
+    return found.details() if isinstance(found, backend.Detailed) else {}
 
 
 def load(module: str) -> str:
@@ -79,7 +91,8 @@ def load(module: str) -> str:
 
 
 def _device(dispatch: ModuleType, device: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """Which backend the tensors of a device get, and why each other one does not."""
+    """Which backend the tensors of a device get, why each other one does not, and the operations for which
+    that is not so."""
     backend, _ = dispatch.choose(device)
     target = backend.target(device)
     others = {}
@@ -89,8 +102,24 @@ def _device(dispatch: ModuleType, device: Any, names: tuple[str, ...]) -> dict[s
             others[name] = "it can run here, but another comes first" if state.ok else state.reason
     return {
         "backend": backend.name, "arch": target.arch, "processors": target.processors, "name": target.name,
-        "others": others,
+        "others": others, "elsewhere": _elsewhere(dispatch, device, backend.name),
     }  # fmt: skip
+
+
+def _elsewhere(dispatch: ModuleType, device: Any, name: str) -> dict[str, list[str]]:
+    """The operations that backend ``name`` lacks, by who has them instead."""
+    from .. import errors, ops, samples
+
+    found: dict[str, list[str]] = {}
+    for op in ops.TABLE.values():
+        problem, _ = dispatch.check(op, *samples.sample(op))
+        try:
+            other = dispatch.choose(device, type(problem), op.name)[0].name
+        except errors.UnsupportedError:
+            other = "no backend"
+        if other != name:
+            found.setdefault(other, []).append(op.name)
+    return found
 
 
 def torch_report() -> dict[str, Any]:

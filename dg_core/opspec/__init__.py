@@ -10,9 +10,11 @@ from .axes import Dims, axis_value, logical_shape
 from .check import check_options, option_rule
 from .declaration import Arg, Op, Option, Options, Tensors
 from .faults import Fault, faults
+from .glance import PLAIN
 from .readers import Cost, cost, doc, schema
 
 __all__ = [
+    "PLAIN",
     "Arg",
     "Cost",
     "Dims",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .check import make_check
+from .glance import Addresses, Glance, make_addresses, make_glance
 
 Tensors = tuple["Tensor | None", ...]
 Options = tuple[Any, ...]
@@ -95,11 +96,15 @@ class Op:
     public: tuple[str, ...] = ()
     fake: Callable[[Tensors, Options], Any] | None = None
     check: Callable[..., dict[str, int]] = field(init=False, repr=False, compare=False)
+    glance: Glance = field(init=False, repr=False, compare=False)
+    addresses: Addresses = field(init=False, repr=False, compare=False)
     positions: dict[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "positions", {arg.name: i for i, arg in enumerate(self.args)})
         object.__setattr__(self, "check", make_check(self))
+        object.__setattr__(self, "glance", make_glance(self))
+        object.__setattr__(self, "addresses", make_addresses(self))
 
     def __hash__(self) -> int:
         return hash(self.name)

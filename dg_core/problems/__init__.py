@@ -6,7 +6,7 @@ that neither axis expressions nor the limits of one option can say are checked h
 lengths of layouts, what c and d share.
 """
 
-from .common import View, require, same_view, share_elements, span, spans_meet
+from .common import View, primitive_positions, require, same_view, share_elements, span, spans_meet
 from .gemm import batched, contiguous, dense, einsum, masked, skip_head_mid
 from .k_grouped import k_grouped_flat, k_grouped_rows
 from .logits import LOGITS_DTYPES, PAGE_SIZES, mqa_logits, paged_metadata, paged_mqa_logits
@@ -27,6 +27,7 @@ __all__ = [
     "mqa_logits",
     "paged_metadata",
     "paged_mqa_logits",
+    "primitive_positions",
     "require",
     "same_view",
     "sf_mn_major",

@@ -108,12 +108,15 @@ def stored_view(op: Op, tensors: Tensors) -> View | None:
     )
 
 
+def primitive_positions(op: Op) -> tuple[int, ...]:
+    """Where a, sfa, b, sfb, d, c and layout of a GEMM are among the operation's tensors; -1 for none."""
+    layout = op.positions.get("grouped_layout", op.positions.get("masked_m", -1))
+    return (*(op.positions.get(name, -1) for name in ("a", "sfa", "b", "sfb", "d", "c")), layout)
+
+
 def primitive_view(op: Op) -> View:
     """The tensors a, sfa, b, sfb, d, c, layout of a GEMM, each None where the operation has none."""
-    absent = len(op.args)  # the position of the None that is appended below
-    layout = op.positions.get("grouped_layout", op.positions.get("masked_m", absent))
-    names = ("a", "sfa", "b", "sfb", "d", "c")
-    pick = itemgetter(*(op.positions.get(name, absent) for name in names), layout)
+    pick = itemgetter(*primitive_positions(op))  # -1 is the None that is appended
     return lambda t: pick((*t, None))
 
 

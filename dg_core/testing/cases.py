@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["H200", "MODELS", "SETS", "SMALL", "Case"]
+__all__ = ["H200", "MODELS", "SETS", "SMALL", "Case", "Layer"]
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,23 @@ SMALL = (
     1024), bf16(512, 1024, 1024), wgrad(512, 1024, 1024), contiguous(4, 128, 1024, 512), masked(4, 96, 1024,
     512), k_grouped(4, 512, 512, 256), mqa(128, 1024, 32, 128), paged(8, 1, 1024), prenorm(512, 24, 1024),
 )  # fmt: skip
-#: Model -> (N, K) of its linear layers: the names that `precompile --model` takes.
-MODELS: Mapping[str, tuple[tuple[int, int], ...]] = {"deepseek-v3": _LAYERS}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A call of a model, at any M: an operation and the other sizes of its problem."""
+
+    op: str
+    sizes: Mapping[str, int]
+
+
+def _deepseek_v3() -> Iterator[Layer]:
+    """Linear layers, then the two products of a routed expert, prefilled and decoded."""
+    yield from (Layer("fp8_gemm_nt", {"N": n, "K": k}) for n, k in _LAYERS)
+    for op in ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked"):
+        yield from (Layer(op, {"N": n, "K": k}) for n, k in ((4096, 7168), (7168, 2048)))
+
+
+#: Model -> its calls, by the names that `precompile --model` takes.
+MODELS: Mapping[str, tuple[Layer, ...]] = dict.fromkeys(("deepseek-v3", "dsv3"), tuple(_deepseek_v3()))
 SETS: Mapping[str, tuple[Case, ...]] = {"small": SMALL, "h200": H200}

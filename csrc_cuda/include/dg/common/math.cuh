@@ -18,4 +18,10 @@ DG_HOST_DEVICE constexpr T align(T a, T b) {
     return cdiv(a, b) * b;
 }
 
+// The greatest common divisor; both positive.
+template <typename T>
+DG_HOST_DEVICE constexpr T gcd(T a, T b) {
+    return b == 0 ? a : gcd(b, a % b);
+}
+
 }  // namespace dg

@@ -41,6 +41,17 @@ __device__ __forceinline__ void store_shared(Shared address, u32 v) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
 
+__device__ __forceinline__ void store_shared2(Shared address, float x, float y) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
+}
+
+// Four matrices of 8 x 8 values of 16 bits: lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrices4(Shared address, u32 m0, u32 m1, u32 m2, u32 m3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m0),
+                 "r"(m1), "r"(m2), "r"(m3)
+                 : "memory");
+}
+
 __device__ __forceinline__ void mbarrier_init(Shared barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
@@ -57,26 +68,6 @@ __device__ __forceinline__ void mbarrier_expect_bytes(Shared barrier, u32 bytes)
 
 __device__ __forceinline__ void mbarrier_arrive(Shared barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// Arrives at the same barrier of block `rank` of the cluster. It orders no memory: a release at cluster scope
-// costs a MEMBAR.GPU, and what is handed over here is shared memory that a matrix product has read, whose
-// wait is order enough.
-__device__ __forceinline__ void mbarrier_arrive_remote(Shared barrier, u32 rank) {
-    asm volatile(
-        "{\n"
-        ".reg .b32 remote;\n"
-        "mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
-        "}" ::"r"(barrier),
-        "r"(rank)
-        : "memory");
-}
-
-// The barrier's arrival that the copies of this thread (cp.async) make when they have landed; it must be
-// counted in the barrier's arrivals.
-__device__ __forceinline__ void mbarrier_arrive_after_copies(Shared barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ void mbarrier_wait(Shared barrier, u32 parity) {

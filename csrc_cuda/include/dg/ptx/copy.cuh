@@ -29,18 +29,6 @@ __device__ __forceinline__ void tma_load(const TensorMap* map, Shared barrier, S
         : "memory");
 }
 
-// The same into every block of the cluster that `mask` names, at the same address, counted on each block's
-// own barrier.
-__device__ __forceinline__ void tma_load_multicast(const TensorMap* map, Shared barrier, Shared destination,
-                                                   i32 x, i32 y, u32 mask, u64 policy) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::"
-        "cache_hint "
-        "[%0], [%1, {%3, %4}], [%2], %5, %6;" ::"r"(destination),
-        "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(static_cast<unsigned short>(mask)), "l"(policy)
-        : "memory");
-}
-
 __device__ __forceinline__ void tma_store(const TensorMap* map, Shared source, i32 x, i32 y) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
                  "r"(source), "r"(x), "r"(y)
@@ -60,18 +48,6 @@ __device__ __forceinline__ void tma_store_wait_read() {
 // Makes this thread's writes to shared memory visible to the copies that follow.
 __device__ __forceinline__ void fence_async_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-// Four bytes to shared memory, zero where `inside` is false.
-__device__ __forceinline__ void copy_word(Shared destination, const void* source, bool inside) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination), "l"(source),
-                 "r"(inside ? 4 : 0)
-                 : "memory");
-}
-
-// Brings a stretch of global memory to the L2; address and size are multiples of 16 bytes.
-__device__ __forceinline__ void prefetch_l2(const void* from, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
 // Programmatic dependent launch: waits until the kernels before this one are done with memory. No-ops without

@@ -6,12 +6,24 @@
 
 namespace dg::ptx {
 
-// A K-major tile in shared memory, rows of 128 bytes in the 128-byte swizzle: groups of 8 rows are 1024 bytes
-// apart.
-__device__ __forceinline__ u64 descriptor_k128(Shared tile) {
-    constexpr u64 kSwizzle128 = 1ull << 62;
-    constexpr u64 kGroupBytes = static_cast<u64>(1024 >> 4) << 32;
-    return kSwizzle128 | kGroupBytes | (1ull << 16) | ((tile & 0x3ffff) >> 4);
+// Descriptors of tiles in shared memory in the 128-byte swizzle, with rows of 128 bytes in groups of 8 that are
+// 1024 bytes apart. Their high words are all alike; the low word holds the address and grows with it, in units
+// of 16 bytes.
+constexpr u32 kDescriptorHigh = 1u << 30 | 1024 >> 4;
+
+// A K-major tile: a row holds 128 bytes of K.
+__device__ __forceinline__ u32 descriptor_k128(Shared tile) {
+    return 1u << 16 | (tile & 0x3ffff) >> 4;
+}
+
+// An MN-major tile of 16-bit values: chunks of 64 rows, `chunk_bytes` apart, each with 128 bytes of rows for
+// every value of K.
+__device__ __forceinline__ u32 descriptor_mn128(Shared tile, u32 chunk_bytes) {
+    return chunk_bytes >> 4 << 16 | (tile & 0x3ffff) >> 4;
+}
+
+__device__ __forceinline__ u64 descriptor(u32 low) {
+    return static_cast<u64>(kDescriptorHigh) << 32 | low;
 }
 
 __device__ __forceinline__ void wgmma_fence() {
@@ -35,8 +47,9 @@ __device__ __forceinline__ void pin(float (&values)[kCount]) {
         asm volatile("" : "+f"(values[i])::"memory");
 }
 
-// One instruction; specialised for the N that a kernel uses by the generated source it is compiled with.
-template <u32 kN, bool kFp8>
-struct Wgmma;
+// The value is in a register here: it is not computed anew where it is used, which may be the worst place.
+__device__ __forceinline__ void keep(u32& value) {
+    asm volatile("" : "+r"(value));
+}
 
 }  // namespace dg::ptx

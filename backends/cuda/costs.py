@@ -1,0 +1,214 @@
+"""What a configuration costs: an analytic time in microseconds.
+
+A launch is its fixed cost, then whatever is slowest of reading memory, the power limit, and the work of the
+blocks, which is filling shared memory beside computing; then what nothing overlaps: the last tile's way out,
+and adding the parts of a split tile.
+
+Every constant says where it is from. "Fitted" ones were chosen together over 90 times of 70 products, FP8
+with block scales and bfloat16 at M from 1 to 4096 (one H200, L2 flushed): configurations that were timed come
+out near their times, which they miss by 5 % typically, and the fastest ones mostly come out fastest. They
+describe how times differ, not what a part of the card does alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from .source import SCALE_BLOCK, SCALE_ROW, GemmConfig
+from .tiling import (
+    BOX_COLUMNS,
+    GemmTask,
+    clusters_that_fit,
+    most_rows,
+    stage_bytes,
+    tile,
+    tile_boxes,
+)
+
+# The card ---------------------------------------------------------------------------------------------------
+
+LAUNCH = 3.5  # us: an empty kernel of 132 blocks (H200, events, L2 flushed)
+CLOCK = 1717.0  # clocks a us: what fp8 products on quiet data keep up
+MACS = {1: 4096, 2: 2048}  # multiplications a clock and SM of the tensor cores, by bytes of an element
+TFLOPS = {1: 1570.0, 2: 880.0}  # what the power limit leaves; fitted (1500 and 790 were sustained)
+# Reading a few MB to a GB after a flush takes a start and then a rate: within 3 % of the measured curve from
+# 4 MB (2.5 us above an empty kernel) to 117 MB (31.2), 9 % above it at 1 GB. Less than 4 MB has no start.
+READ_START, READ_RATE, SMALL_READ_RATE = 2.3, 3.92, 1.64  # us, MB a us, MB a us
+SMEM_CLOCKS_ROW = 1.0  # a row of 128 bytes at 128 bytes a clock
+# MB a us into one SM, and into all of them. Fitted: more than loads without products reach (9 MB a us), since
+# nearness adds to them.
+SM_FILL, CARD_FILL = 0.149, 14.3
+
+# The kernel -------------------------------------------------------------------------------------------------
+
+FILL_SHARE = 0.7  # of a clock that a filled row takes from the product's reads of shared memory; fitted
+# Clocks from issuing a K block's products to its sums that promotion cannot hide, of two K blocks in flight
+# together, and of a swapped tile, which also reads a scale for each row of Q; fitted.
+LATENCY, PAIR_LATENCY, SWAP_LATENCY = 111.0, 179.0, 198.0
+PROMOTE_ROW = 2.0  # promotion with a factor for each column: a product, then a fused multiply-add
+# Share of the tensor cores' time that the warpgroups of a block reach: one promotes while the other
+# multiplies, by taking turns, by two K blocks in flight, by both, or by chance; with two 64-row parts a
+# warpgroup; with three warpgroups; with scales of rows on both sides; bfloat16, which is not promoted. CHANCE
+# and ROWS were measured without loads, the others are fitted.
+TURNS, PAIRS, BOTH, CHANCE, TALL, THREE, ROWS, BF16 = 0.885, 0.883, 0.945, 0.78, 0.92, 0.874, 0.63, 0.996
+# What each halving of the largest power of two in a tile's width, from 64 on, adds to the blocks' work: FP8
+# tiles of such a width choose between two blocks of scales for ever smaller groups of columns; fitted.
+ODD, CROSSING = 0.005, 0.039
+BEGIN = 0.82  # us: barriers, tensor maps; fitted
+FIRST_LOAD = 0.58  # us: until the first K block is there, which the curve of reading has in it; fitted
+# Clocks from one tile to the next, its store left out, and the same where sums change their layout; fitted.
+TILE, GATHER_TILE = 1500.0, 1230.0
+THREE_TILE = 0.61  # of that time with three warpgroups, since two go on multiplying; fitted
+STORE_RATE = 27.7  # bytes a clock and SM; fitted
+# Of the time of a store what a bulk store takes from the next tile: with room for all of a warp's part, and
+# in rounds; fitted.
+BULK_SHARE, ROUNDS_SHARE = 0.48, 0.73
+SPLIT_START = 0.38  # us: a cluster's start and meeting; fitted
+SEND_RATE = 5.8  # bytes a clock and SM of parts that go to another block and are added there; fitted
+# Times that overlap disturb each other where they are near: the mean of a high power, not the largest alone.
+# In a K block, between filling and computing, and between a block's work, memory and power; fitted.
+LOOP_NEARNESS, FILL_NEARNESS, NEARNESS = 12.8, 4.5, 8.7
+
+
+class Cost(NamedTuple):
+    """Microseconds, what bounds them, and the tiles that the busiest block works on in turn."""
+
+    us: float
+    bound: str
+    waves: int
+
+
+class Profile:
+    """What a configuration costs whatever the sizes: computed once, used for every task."""
+
+    def __init__(self, config: GemmConfig) -> None:
+        self.config = config
+        self.block_m, self.block_n = tile(config)
+        self.k_clocks, self.loop_bound = k_block_clocks(config)
+        self.stage_mb = stage_bytes(config) / 1e6
+        outputs = self.block_m * self.block_n
+        store = outputs * config.d_bytes / STORE_RATE
+        self.last_store = store / config.split / CLOCK
+        self.tile_clocks = (GATHER_TILE if config.swap else TILE) + store * store_share(config)
+        if config.consumers == 3:
+            self.tile_clocks *= THREE_TILE
+        self.odd = 1.0
+        if not config.swap:
+            halvings = math.log2(BOX_COLUMNS / math.gcd(config.block_q, BOX_COLUMNS))
+            self.odd += halvings * (CROSSING if config.scale_q == SCALE_BLOCK else ODD)
+        self.reduction = 0.0
+        if config.split > 1:
+            sent = outputs * 4 * (config.split - 1) / config.split
+            self.reduction = SPLIT_START + sent / SEND_RATE / CLOCK
+
+
+def store_share(config: GemmConfig) -> float:
+    """Of the time that storing a tile takes, what the next tile waits for."""
+    if not config.tma_store:
+        return 1.0
+    boxed = config.block_q // BOX_COLUMNS * BOX_COLUMNS / config.block_q  # columns that lie in whole boxes
+    share = BULK_SHARE if config.boxes >= tile_boxes(config) else ROUNDS_SHARE
+    return 1 - boxed * (1 - share)
+
+
+def promotion_clocks(config: GemmConfig) -> float:
+    """Clocks in which a warpgroup adds one K block's sums of 64 rows to its totals."""
+    if config.element_bytes == 2:
+        return 0.0
+    return config.block_q / 2 * (PROMOTE_ROW if config.scale_q == SCALE_ROW else 1)
+
+
+def k_block_clocks(config: GemmConfig) -> tuple[float, str]:
+    """Clocks that a block needs for one K block of a tile once its data is there, and what bounds them."""
+    parts = config.subs * config.consumers
+    macs = 64 * config.block_q * 128 // config.element_bytes
+    tensor = macs / MACS[config.element_bytes]
+    promotion = promotion_clocks(config)
+    if config.element_bytes == 2:
+        alone, share = config.subs * tensor, BF16
+    elif config.pairs:
+        alone = max(tensor + (PAIR_LATENCY + promotion) / 2, promotion)
+        share = BOTH if config.ordered else PAIRS
+    else:
+        latency = SWAP_LATENCY if config.swap else LATENCY
+        alone = config.subs * (tensor + config.scale_steps * (latency + promotion))
+        three = THREE if config.consumers == 3 else CHANCE
+        share = TURNS if config.ordered else TALL if config.subs == 2 else three
+    if config.scale_p == config.scale_q == SCALE_ROW:
+        share = min(share, ROWS)
+    reads = parts * (64 + config.block_q) + FILL_SHARE * (config.block_p + config.block_q)
+    bounds = (
+        (parts * tensor / share, "tensor cores"),
+        (alone, "a warpgroup's own chain of products and promotion"),
+        (reads * SMEM_CLOCKS_ROW, "reads of shared memory"),
+        (parts * promotion * config.scale_steps, "promotion"),
+    )
+    mixed = sum(clocks**LOOP_NEARNESS for clocks, _ in bounds)
+    return math.pow(mixed, 1 / LOOP_NEARNESS), max(bounds)[1]
+
+
+class Floor:
+    """Times of a task that no configuration changes."""
+
+    def __init__(self, task: GemmTask) -> None:
+        size = task.element_bytes
+        megabytes = ((task.m + task.n) * task.k * size + task.m * task.n * task.d_bytes) / 1e6
+        self.memory = min(READ_START + megabytes / READ_RATE, megabytes / SMALL_READ_RATE)
+        self.power = 2 * task.m * task.n * task.k / TFLOPS[size] / 1e6
+        self.mixed = self.memory**NEARNESS + self.power**NEARNESS
+
+
+class Work:
+    """A configuration at one (N, K) on so many SMs."""
+
+    def __init__(self, profile: Profile, n: int, k_blocks: int, processors: int) -> None:
+        config = profile.config
+        self.profile = profile
+        self.fit = clusters_that_fit(config.split, processors) or 1
+        self.rows = profile.block_m
+        self.along_n = -(-n // profile.block_n)
+        k_part = -(-k_blocks // config.split)
+        self.products = k_part * profile.k_clocks / CLOCK
+        self.wave = self.products + profile.tile_clocks / CLOCK
+        filled = k_part * profile.stage_mb
+        self.fill, self.card_fill = filled / SM_FILL, filled * config.split / CARD_FILL
+        self.alone = LAUNCH + BEGIN + profile.last_store + profile.reduction
+        self.most_rows = 0
+        if config.split <= processors:
+            shape = (profile.block_m, profile.block_n)
+            self.most_rows = most_rows(config.split, shape, n, k_blocks, processors)
+
+    def waves(self, m: int) -> int:
+        """Tiles that the busiest block works on, one after the other."""
+        return -(-self.tiles(m) // self.fit)
+
+    def tiles(self, m: int) -> int:
+        return -(-m // self.rows) * self.along_n
+
+    def us(self, m: int, floor: Floor) -> float:
+        """Microseconds of one call."""
+        tiles = -(-m // self.rows) * self.along_n  # written out: this is called for every candidate and M
+        waves = -(-tiles // self.fit)
+        compute = FIRST_LOAD + waves * self.wave
+        fill = FIRST_LOAD + max(waves * self.fill, tiles * self.card_fill)
+        busy = math.pow(compute**FILL_NEARNESS + fill**FILL_NEARNESS, 1 / FILL_NEARNESS)
+        mixed: float = floor.mixed + (busy * self.profile.odd) ** NEARNESS
+        return self.alone + math.pow(mixed, 1 / NEARNESS)
+
+    def cost(self, m: int, floor: Floor) -> Cost:
+        waves, profile = self.waves(m), self.profile
+        parts = (
+            (floor.memory, "memory"),
+            (floor.power, "the power limit"),
+            (waves * self.products, profile.loop_bound),
+            (max(waves * self.fill, self.tiles(m) * self.card_fill), "fills from the L2"),
+            (waves * (self.wave - self.products), "stores and the change of tiles"),
+            (profile.reduction, "adding the parts of split tiles"),
+        )
+        return Cost(self.us(m, floor), max(parts)[1], waves)
+
+
+def cost(config: GemmConfig, task: GemmTask, processors: int) -> Cost:
+    """What a legal configuration costs on so many SMs."""
+    return Work(Profile(config), task.n, task.k_blocks, processors).cost(task.m, Floor(task))

@@ -1,0 +1,71 @@
+"""What a problem would run, from its description alone: no tensors, no card, nothing compiled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from dg_core import config as settings
+from dg_core.backend import Gemm, Problem
+from dg_core.layout import ceil_div
+
+from .operands import BLOCK, GRAN_K, NONE, scale_family
+from .plans import GemmTask, Settings, choose, sweep
+from .source import gemm_source
+
+#: SMs of an H100 or H200 of the SXM form, for which kernels are compiled where no card is at hand.
+PROCESSORS = 132
+_FOUR = 4  # float32 scales in 16 bytes
+
+
+def tasks(problem: Gemm) -> tuple[GemmTask, ...]:
+    """The chooser's questions for tensors that lie as a caller's usually do: contiguous, D in bfloat16.
+
+    Scales of A may come with either axis contiguous: those that the kernels load without a copy are asked
+    about.
+    """
+    family = scale_family(problem.sfa, problem.sfb)
+    flips = problem.op.rsplit("_", 1)[-1]
+    bf16 = family == NONE
+    one = GemmTask(
+        problem.m, problem.n, problem.k,
+        element_bytes=2 if bf16 else 1,
+        scales=family,
+        a_mn=bf16 and flips.startswith("t"),
+        b_mn=bf16 and flips.endswith("n"),
+        plain_store=problem.accumulate or problem.head_splits is not None or problem.n % 8 != 0,
+    )  # fmt: skip
+    if family == BLOCK and ceil_div(problem.k, GRAN_K[BLOCK]) % _FOUR == 0:
+        return one, replace(one, sfa_k_major=True)
+    return (one,)
+
+
+def _wishes() -> Settings:
+    return Settings(settings.get_block_size_multiple_of(), settings.get_batch_invariant())
+
+
+def words(problem: Problem) -> str:
+    """A few lines for ``explain``."""
+    if not isinstance(problem, Gemm):
+        return f"no kernel for {problem}"
+    if problem.op.startswith("cublaslt"):
+        return "cuBLAS through torch.mm"
+    if 0 in (problem.m, problem.n, problem.k):
+        return "no kernel: there is nothing to multiply"
+    processors = settings.get_num_sms() if torch.cuda.is_available() else PROCESSORS
+    choice = choose(tasks(problem)[0], processors, _wishes())
+    return f"{choice.config.name}: " + "; ".join(choice.words)
+
+
+def sources(problem: Problem) -> dict[str, str]:
+    """The kernels of every M at a problem's (N, K), by name."""
+    if not isinstance(problem, Gemm) or 0 in (problem.m, problem.n, problem.k):
+        return {}
+    if problem.op.startswith("cublaslt"):
+        return {}
+    found = {}
+    for task in tasks(problem):
+        for config in sweep(task, PROCESSORS, _wishes()):
+            found[config.name] = gemm_source(config)
+    return found

@@ -1,0 +1,283 @@
+"""Dense products on Hopper: a configuration and the forms of the operands become a launch.
+
+What is launched is known from shapes, strides, dtypes and alignment alone; a call brings addresses. Where
+every operand is loaded as it is, a plan can be bound to the addresses of a call, and nothing else happens in
+it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dg_core import config as settings
+from dg_core.backend import Gemm
+from dg_core.layout import ceil_div
+
+from . import jit, structs
+from .driver import Function, driver
+from .launch import Launcher, LaunchSpec, MapSpec, current_stream, make_launcher, raw_stream
+from .operands import BLOCK, NONE, K, Operands, Stored, plan_operands
+from .plans import Choice, GemmTask, Settings, choose
+from .source import SCALE_ROW, SMEM_BYTES, GemmConfig, gemm_source
+
+K_BYTES = 128  # of K in one stage
+CHUNK = 64  # rows of a box where the operand's rows are contiguous
+BOX = (16, 64)  # rows and columns of D that a warp stores at once
+ARCH = "sm90a"
+# Positions in the primitive's tensors.
+A, SFA, B, SFB, D, C, LAYOUT = range(7)
+
+
+class Scale(ctypes.Structure):
+    """``dg::sm90::Scale``."""
+
+    _fields_ = (("values", ctypes.c_void_p), ("row_stride", ctypes.c_int64), ("k_stride", ctypes.c_int64))
+
+
+class Params(ctypes.Structure):
+    """``dg::sm90::Params``; the tensor maps stand first, so that an aligned structure aligns them."""
+
+    _fields_ = (
+        ("p_map", structs.TensorMap),
+        ("q_map", structs.TensorMap),
+        ("p_scale_map", structs.TensorMap),
+        ("q_scale_map", structs.TensorMap),
+        ("d_map", structs.TensorMap),
+        ("p_scale", Scale),
+        ("q_scale", Scale),
+        ("d", ctypes.c_void_p),
+        ("c", ctypes.c_void_p),
+        ("d_stride", ctypes.c_int64),
+        ("c_stride", ctypes.c_int64),
+        ("rows_p", ctypes.c_uint32),
+        ("rows_q", ctypes.c_uint32),
+        ("k_blocks", ctypes.c_uint32),
+        ("tiles_p", ctypes.c_uint32),
+        ("tiles_q", ctypes.c_uint32),
+        ("head_left", ctypes.c_uint32),
+        ("head_hole", ctypes.c_uint32),
+        ("head_width", ctypes.c_uint32),
+        ("wide", ctypes.c_uint32),
+        ("even", ctypes.c_uint32),
+        ("pad", ctypes.c_uint32 * 2),  # to a multiple of 64 bytes, the alignment of a tensor map
+    )
+
+
+# The task ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Output:
+    """How D and C lie: elements between rows (of one row: 0), which pieces of a row of D are aligned, and
+    whether it has to leave piece by piece (``plain``), since bulk copies know neither C nor heads."""
+
+    d_stride: int
+    c_stride: int | None
+    itemsize: int
+    heads: tuple[int, int, int]
+    wide: bool
+    even: bool
+    plain: bool
+
+
+def output(problem: Gemm, d: Tensor, c: Tensor | None) -> Output:
+    """How the tensors of a dense problem lie. Rows are contiguous, which the front has checked."""
+    size = d.element_size()
+    stride = d.stride(0) if d.shape[0] > 1 else 0
+    heads = problem.head_splits or (0, 0, 0)
+    address = d.data_ptr()
+    whole = not any(heads)
+    wide = whole and address % 16 == 0 and stride * size % 16 == 0
+    even = address % (2 * size) == 0 and stride % 2 == 0 and not any(part % 2 for part in heads)
+    added = None if c is None else c.stride(0) if c.shape[0] > 1 else 0
+    # Bulk copies write pieces of 16 bytes, past the end of a row that is no multiple of them.
+    bulk = size == 2 and c is None and wide and problem.n % 8 == 0
+    return Output(stride, added, size, heads, wide, even, plain=not bulk)
+
+
+def task_of(problem: Gemm, operands: Operands, out: Output) -> GemmTask:
+    """What the chooser is asked."""
+    return GemmTask(
+        problem.m, problem.n, problem.k,
+        element_bytes=operands.a.result.dtype.itemsize,
+        d_bytes=out.itemsize,
+        scales=operands.family,
+        a_mn=_is_mn(operands.a.result),
+        b_mn=_is_mn(operands.b.result),
+        sfa_k_major=operands.family == BLOCK and operands.sfa is not None and operands.sfa.result.major == K,
+        plain_store=out.plain,
+    )  # fmt: skip
+
+
+def _is_mn(x: Stored) -> bool:
+    return x.dtype.itemsize == 2 and x.major is not None and x.major != K
+
+
+# The launch -------------------------------------------------------------------------------------------------
+
+
+def _operand_map(field: str, slot: int, x: Stored, rows: int, what: str) -> MapSpec:
+    """The map of P or Q; ``rows`` is what one copy loads where K is contiguous."""
+    dtype, elements = ("uint8", K_BYTES) if x.dtype.itemsize == 1 else ("bfloat16", K_BYTES // 2)
+    offset = getattr(Params, field).offset
+    if _is_mn(x):
+        shape, apart, box = (x.shape[1], x.shape[0]), x.strides[1], (elements, CHUNK)
+    else:
+        shape, apart, box = x.shape, x.strides[0], (rows, elements)
+    return MapSpec(offset, slot, dtype, shape, apart * x.dtype.itemsize, box, K_BYTES, 256, what)
+
+
+def _scale_map(field: str, slot: int, x: Stored, config: GemmConfig, rows: int, what: str) -> MapSpec:
+    """The map of scales of single rows, of which a copy loads those of ``rows`` rows."""
+    offset = getattr(Params, field).offset
+    if config.scale_k_major:
+        return MapSpec(offset, slot, "float32", x.shape, x.strides[0] * 4, (rows, 4), 0, 128, what)
+    shape = x.shape[1], x.shape[0]
+    return MapSpec(offset, slot, "float32", shape, x.strides[1] * 4, (config.scale_steps, rows), 0, 128, what)
+
+
+def launch_spec(
+    config: GemmConfig, blocks: int, problem: Gemm, operands: Operands, out: Output, function: Function,
+    slots: Sequence[int], pdl: bool,
+) -> LaunchSpec:  # fmt: skip
+    """One launch of a dense product.
+
+    Args:
+        blocks: of the grid, whole clusters.
+        slots: for each of the primitive's tensors, where its address stands among those of a call.
+    """
+    params = structs.aligned(Params)
+    sides = {"a": (operands.a.result, operands.sfa, A, SFA), "b": (operands.b.result, operands.sfb, B, SFB)}
+    order = ("b", "a") if config.swap else ("a", "b")
+    maps, pointers = [], [(Params.d.offset, slots[D])]
+    for side, name, rows, kind in (
+        ("p", order[0], config.block_p, config.scale_p),
+        ("q", order[1], config.block_q, config.scale_q),
+    ):
+        x, sf, slot, sf_slot = sides[name]
+        maps.append(_operand_map(f"{side}_map", slots[slot], x, rows, name))
+        setattr(params, f"rows_{side}", x.shape[0])
+        setattr(params, f"tiles_{side}", ceil_div(x.shape[0], rows))
+        if sf is None:
+            continue
+        if kind == SCALE_ROW:
+            maps.append(_scale_map(f"{side}_scale_map", slots[sf_slot], sf.result, config, rows, f"sf{name}"))
+        else:
+            field = getattr(Params, f"{side}_scale")
+            setattr(params, f"{side}_scale", Scale(None, *sf.result.strides))
+            pointers.append((field.offset + Scale.values.offset, slots[sf_slot]))
+    if config.tma_store:
+        row_bytes = (out.d_stride or ceil_div(problem.n, 8) * 8) * out.itemsize
+        shape = problem.m, problem.n
+        maps.append(MapSpec(Params.d_map.offset, slots[D], "bfloat16", shape, row_bytes, BOX, 128, 0, "d"))
+    if out.c_stride is not None:
+        pointers.append((Params.c.offset, slots[C]))
+        params.c_stride = out.c_stride
+    params.d_stride = out.d_stride
+    params.k_blocks = ceil_div(problem.k * config.element_bytes, K_BYTES)
+    left, hole, right = out.heads
+    params.head_left, params.head_hole, params.head_width = left, hole, left + right
+    params.wide, params.even = out.wide, out.even
+    return LaunchSpec(
+        function, (blocks, 1, 1), (config.threads, 1, 1), (config.split, 1, 1), pdl, bytes(params),
+        tuple(maps), tuple(pointers),
+    )  # fmt: skip
+
+
+def load(config: GemmConfig) -> Function:
+    """The kernel of a configuration in the current context, compiled where no cache holds it."""
+    kernel = jit.default().build(config.name, gemm_source(config), ARCH)
+    return driver().load(kernel.image, config.name, kernel.key, kernel.constant(SMEM_BYTES))
+
+
+# Plans ------------------------------------------------------------------------------------------------------
+
+
+def decide(problem: Gemm, operands: Operands, out: Output, processors: int) -> Choice:
+    """The configuration for a dense problem under the settings of now."""
+    wishes = Settings(settings.get_block_size_multiple_of(), settings.get_batch_invariant())
+    return choose(task_of(problem, operands, out), processors, wishes)
+
+
+# Of bfloat16: values of K that the tensor core may add to a float32 D. It rounds its sums towards zero, which
+# over 147456 random products is a calc_diff of 1.6e-9 on one H200; parts of this length stay below 1e-9.
+LONG_K = 65536
+
+
+def plan(problem: Gemm, tensors: Sequence[Tensor | None]) -> DensePlan | LongPlan:
+    """The plan of a dense product with M, N and K above zero, under the settings of now."""
+    d = tensors[D]
+    assert d is not None
+    operands = plan_operands(problem, tensors)
+    if operands.family == NONE and d.dtype == torch.float32 and problem.k > LONG_K:
+        return LongPlan(problem, tensors)
+    out = output(problem, d, tensors[C])
+    choice = decide(problem, operands, out, settings.get_num_sms())
+    return DensePlan(problem, operands, out, choice.config, choice.blocks, d.device)
+
+
+class LongPlan:
+    """A product whose K is taken in parts, each added to D in place."""
+
+    def __init__(self, problem: Gemm, tensors: Sequence[Tensor | None]) -> None:
+        self._parts: list[tuple[int, int, DensePlan | LongPlan]] = []
+        for start in range(0, problem.k, LONG_K):
+            size = min(LONG_K, problem.k - start)
+            part = replace(problem, k=size)
+            if start:
+                part = replace(part, accumulate=True, in_place=True)
+            self._parts.append((start, size, plan(part, self._views(tensors, start, size))))
+
+    @staticmethod
+    def _views(tensors: Sequence[Tensor | None], start: int, size: int) -> list[Tensor | None]:
+        """The tensors of one part; after the first one D is C."""
+        views = list(tensors)
+        for position in (A, B):
+            x = tensors[position]
+            views[position] = None if x is None else x.narrow(1, start, size)
+        if start:
+            views[C] = tensors[D]
+        return views
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        for start, size, part in self._parts:
+            part(*self._views(tensors, start, size))  # type: ignore[arg-type]  # a and b are there
+
+
+class DensePlan:
+    """The plan of one dense product with M, N and K above zero."""
+
+    def __init__(
+        self, problem: Gemm, operands: Operands, out: Output, config: GemmConfig, blocks: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.operands, self.config, self.device = operands, config, device
+        with torch.cuda.device(device):
+            function = load(config)
+        pdl = settings.get_pdl()
+
+        def launcher(slots: Sequence[int]) -> Launcher:
+            return make_launcher(launch_spec(config, blocks, problem, operands, out, function, slots, pdl))
+
+        self._launcher = launcher
+        self._launch = launcher(range(LAYOUT))
+        if operands.as_is:
+            self.bind = self._bind
+
+    def __call__(
+        self, a: Tensor, sfa: Tensor | None, b: Tensor, sfb: Tensor | None, d: Tensor, c: Tensor | None,
+        layout: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        tensors = (*self.operands.apply(a, sfa, b, sfb), d, c)
+        self._launch([0 if x is None else x.data_ptr() for x in tensors], raw_stream(self.device))
+
+    def _bind(self, positions: Sequence[int]) -> Callable[[list[int]], None]:
+        """The same for the addresses of a call, of which the primitive's tensors have ``positions``."""
+        launch = self._launcher(positions)
+        stream = current_stream(self.device)
+        return lambda addresses: launch(addresses, stream())

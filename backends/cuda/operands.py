@@ -1,0 +1,451 @@
+"""Operands in the few forms that the products load: what each tensor of a call needs, and doing it.
+
+A product loads values with K contiguous (BF16 also with the rows contiguous) and one of the scale families of
+``scale_family``, through tensor maps: 16-byte aligned, lines a multiple of 16 bytes apart. Whatever else a
+caller may pass is brought into that form in a workspace that torch's allocator gives for the one call, so
+that graph pools and streams keep their order. What to do is decided once from shapes, strides, dtypes and
+alignment; ``Operands`` holds the decisions, and words for them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dg_core.backend import Gemm
+from dg_core.errors import ArgumentError, UnsupportedError
+from dg_core.layout import (
+    BLOCK_1X128,
+    BLOCK_128X128,
+    PACKED_128,
+    PACKED_FP4,
+    TMA_BYTES,
+    ScaleFormat,
+    ceil_div,
+    dtype_name,
+    empty_mn_major,
+    unpack_ue8m0_from_int,
+)
+
+from . import jit
+from .driver import Function, driver
+from .launch import Launcher, LaunchSpec, make_launcher, raw_stream
+
+# What a Step does.
+AS_IS, COPY, TRANSPOSE, UNPACK, EXPAND = "as it is", "copy", "transpose", "unpack", "expand"
+# Scale families; those of GRAN_K load scales row by row and step by step of so many K.
+NONE, BLOCK, ROW, ROW32, CHANNEL = "none", "block", "row", "row32", "channel"
+GRAN_K = {BLOCK: 128, ROW: 128, ROW32: 32}
+ROWS, K = 0, 1  # the axes of an operand
+
+SF_EXPAND = "sf_expand"
+SF_EXPAND_SOURCE = (
+    "#include <dg/impls/sf_expand.cuh>\n\n"
+    'extern "C" __global__ void __launch_bounds__(dg::sf::kThreads)\n'
+    f"{SF_EXPAND}(const __grid_constant__ dg::sf::Params params) {{\n"
+    "    dg::sf::expand(params);\n"
+    "}\n"
+)
+TILE, THREADS = 32, 256  # as in dg/impls/sf_expand.cuh
+# Blocks walk over the tiles that are more than this. 65536 tiles hold 256 MiB of scales, far more than a card
+# has at work at once, and every device takes so many blocks along x.
+MAX_BLOCKS = 65536
+
+
+# Forms ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a matrix ``[rows, K]`` (or its scales) lies in memory: strides in elements, and whether its base is
+    16-byte aligned.
+
+    ``major`` is the axis along which a product loads it, ``ROWS`` or ``K``; that axis has stride 1 and the
+    other one a multiple of 16 bytes, where they have one element too. None: read element by element.
+    """
+
+    shape: tuple[int, int]
+    strides: tuple[int, int]
+    dtype: torch.dtype
+    aligned: bool = True
+    major: int | None = None
+
+
+def stored(x: Tensor) -> Stored:
+    """How ``x`` lies; a vector counts as one column."""
+    rows, *rest = x.shape
+    return Stored(
+        (rows, rest[0] if rest else 1),
+        (x.stride(0), x.stride(1) if rest else 1),
+        x.dtype,
+        x.data_ptr() % TMA_BYTES == 0,
+    )
+
+
+def _contiguous(x: Stored, axis: int) -> bool:
+    return x.shape[axis] <= 1 or x.strides[axis] == 1
+
+
+def _misfit(x: Stored, major: int) -> str:
+    """Why ``x`` cannot be loaded along ``major``; empty where it can."""
+    line = "rows" if major == K else "columns"
+    if not _contiguous(x, major):
+        return f"it is not contiguous along its {'K' if major == K else 'rows'}"
+    if not x.aligned:
+        return f"its address is not a multiple of {TMA_BYTES} bytes"
+    other = 1 - major
+    if x.shape[other] > 1:
+        apart, length = x.strides[other] * x.dtype.itemsize, x.shape[major] * x.dtype.itemsize
+        if apart % TMA_BYTES:
+            return f"its {line} are {apart} bytes apart, not a multiple of {TMA_BYTES}"
+        if apart < length:
+            return f"its {line} of {length} bytes are {apart} apart and overlap"
+    return ""
+
+
+def _loadable(x: Stored, major: int) -> Stored:
+    """``x``, which fits, with strides that a tensor map takes where an axis of one element has odd ones."""
+    other = 1 - major
+    apart = x.strides[other] if x.shape[other] > 1 else _workspace(x.shape, x.dtype, major).strides[other]
+    return Stored(x.shape, (apart, 1) if major == K else (1, apart), x.dtype, True, major)
+
+
+def _workspace(shape: tuple[int, int], dtype: torch.dtype, major: int) -> Stored:
+    """The form that ``_empty`` gives."""
+    unit = TMA_BYTES // dtype.itemsize
+    apart = ceil_div(shape[major], unit) * unit
+    return Stored(shape, (apart, 1) if major == K else (1, apart), dtype, True, major)
+
+
+def _bytes(form: Stored) -> int:
+    """Bytes of a workspace of this form."""
+    line = ROWS if form.major == K else K
+    return form.shape[line] * form.strides[line] * form.dtype.itemsize
+
+
+def _empty(form: Stored, device: torch.device) -> Tensor:
+    """Memory of this form, whose lines are padded to 16 bytes and begin at an aligned address."""
+    if form.major == K:
+        return empty_mn_major(form.shape[::-1], form.dtype, device).t()
+    return empty_mn_major(form.shape, form.dtype, device)
+
+
+# Steps ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one tensor needs: ``kind``, the form that a product then finds, and ``words`` for it (none where
+    the tensor is taken as it is)."""
+
+    kind: str
+    result: Stored
+    words: str = ""
+    packed_axis: int = -1
+    expansion: Expansion | None = None
+
+    @property
+    def workspace(self) -> int:
+        """Bytes that a call allocates for it."""
+        return 0 if self.kind == AS_IS else _bytes(self.result)
+
+    def run(self, x: Tensor) -> Tensor:
+        """``x`` in the form ``result``; runs on the current stream and waits for nothing."""
+        if self.kind == AS_IS:
+            return x
+        out = _empty(self.result, x.device)
+        if self.expansion is not None:
+            self.expansion.run(x, out)
+        elif self.kind == UNPACK:
+            fp4_to_e4m3(x, self.packed_axis, out)
+        elif x.element_size() == 1:  # as bytes, which torch copies wherever it copies anything
+            out.view(torch.uint8).copy_(x.view(torch.uint8))
+        else:
+            out.copy_(x)
+        return out
+
+
+def _as_is(x: Tensor) -> Step:
+    return Step(AS_IS, stored(x))
+
+
+def _said(why: str, done: str, form: Stored) -> str:
+    return f"{why}: {done} a workspace of {_bytes(form)} bytes"
+
+
+def _values(name: str, x: Tensor, packed_axis: int, shape: tuple[int, int]) -> Step:
+    """The step of ``a`` or ``b``."""
+    if x.dtype == PACKED_FP4:
+        result = _workspace(shape, torch.float8_e4m3fn, K)
+        return Step(UNPACK, result, _said(f"{name} is packed FP4", "unpacked to FP8 in", result), packed_axis)
+    have = stored(x)
+    majors = (K,) if x.dtype.itemsize == 1 else (K, ROWS)  # wgmma takes 8-bit operands with K contiguous only
+    for major in majors:
+        if not _misfit(have, major):
+            return Step(AS_IS, _loadable(have, major))
+    along = next((axis for axis in (K, ROWS) if _contiguous(have, axis)), None)
+    if along == ROWS and ROWS not in majors:
+        result = _workspace(shape, x.dtype, K)
+        why = f"{name} is MN-major {dtype_name(x.dtype)}"
+        return Step(TRANSPOSE, result, _said(why, "transposed into", result))
+    # An operand that has its rows contiguous keeps that order: copying is then a copy of whole lines.
+    result = _workspace(shape, x.dtype, K if along is None else along)
+    why = "it is contiguous along neither axis" if along is None else _misfit(have, along)
+    return Step(COPY, result, _said(f"{name} is not loaded as it is, since {why}", "copied to", result))
+
+
+def _scales(name: str, sf: Tensor, fmt: ScaleFormat, shape: tuple[int, int], family: str) -> Step:
+    """The step of ``sfa`` or ``sfb``, scales of an operand of ``shape``."""
+    gran_k = GRAN_K[family]
+    why = f"{name} is {fmt}"
+    if fmt == ScaleFormat(1, gran_k):
+        have = stored(sf)
+        # Rows first: a stage of K-major scales loads 16 bytes a row, of which it uses 4.
+        majors = (ROWS, K) if family == BLOCK else (ROWS,)
+        for major in majors:
+            if not _misfit(have, major):
+                return Step(AS_IS, _loadable(have, major))
+        along = next((axis for axis in majors if _contiguous(have, axis)), ROWS)
+        why = f"{name} is not loaded as it is, since {_misfit(have, along)}"
+    expansion = Expansion(fmt, *shape, gran_k, stored(sf).strides)
+    words = _said(why, f"written as float32 per 1 x {gran_k}, rows contiguous, to", expansion.result)
+    return Step(EXPAND, expansion.result, words, expansion=expansion)
+
+
+def fp4_to_e4m3(x: Tensor, packed_axis: int, out: Tensor) -> None:
+    """Packed e2m1 -> e4m3fn, exactly.
+
+    Args:
+        x: int8, any strides; two values a byte along ``packed_axis`` (-1 or -2), the first in the low nibble.
+        out: float8_e4m3fn of twice as many along that axis, written.
+    """
+    raw, values = x.view(torch.uint8), out.view(torch.uint8)
+    low, high = (values[:, 0::2], values[:, 1::2]) if packed_axis == -1 else (values[0::2], values[1::2])
+    low.copy_(_e4m3_bytes(raw & 15))
+    high.copy_(_e4m3_bytes(raw >> 4))
+
+
+def _e4m3_bytes(codes: Tensor) -> Tensor:
+    """e2m1 codes 0..15 -> e4m3 bytes.
+
+    Both have their mantissa below their exponent: two more mantissa bits, and exponents counted from 7
+    instead of 1, are a shift and an addition of 6 << 3. Only 0.5, subnormal in e2m1, is normal in e4m3.
+    """
+    magnitude = codes & 7
+    return torch.where(magnitude > 1, magnitude * 4 + 0x30, magnitude * 0x30) | (codes & 8) << 4
+
+
+# Scales by row and step -------------------------------------------------------------------------------------
+
+
+class Params(ctypes.Structure):
+    """``dg::sf::Params``."""
+
+    _fields_ = (
+        ("source", ctypes.c_void_p),
+        ("result", ctypes.c_void_p),
+        ("row_stride", ctypes.c_int64),
+        ("k_stride", ctypes.c_int64),
+        ("pitch", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("steps", ctypes.c_int64),
+        ("row_shift", ctypes.c_uint32),
+        ("step_shift", ctypes.c_uint32),
+        ("packed", ctypes.c_uint32),
+        ("along_k", ctypes.c_uint32),
+    )
+
+
+def expand_scales(sf: Tensor, fmt: ScaleFormat, rows: int, k: int, gran_k: int) -> Tensor:
+    """Scales of an operand ``[rows, k]`` as float32 ``[rows, cdiv(k, gran_k)]``, one for each row and
+    ``gran_k`` of K, in plain torch.
+
+    Args:
+        sf: of format ``fmt``, any strides; ``fmt.gran_k`` is 0 or a multiple of ``gran_k``.
+    """
+    steps = ceil_div(k, gran_k)
+    scales = unpack_ue8m0_from_int(sf)[:, : fmt.blocks(k)] if fmt.packed else sf
+    if fmt.gran_mn > 1:
+        scales = scales.repeat_interleave(fmt.gran_mn, 0)[:rows]
+    if fmt.gran_k == 0:
+        return scales.reshape(rows, 1).expand(rows, steps)
+    if fmt.gran_k > gran_k:
+        scales = scales.repeat_interleave(fmt.gran_k // gran_k, 1)[:, :steps]
+    return scales
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """Scales of format ``fmt`` and ``strides`` for an operand ``[rows, k]``, to be written for each row and
+    ``gran_k`` of K; on a card by the kernel of ``dg/impls/sf_expand.cuh``."""
+
+    fmt: ScaleFormat
+    rows: int
+    k: int
+    gran_k: int
+    strides: tuple[int, int]
+    launchers: dict[int, Launcher] = field(default_factory=dict, compare=False, repr=False)  # by device
+
+    def __post_init__(self) -> None:
+        if self.fmt.gran_k % self.gran_k:
+            raise ArgumentError(
+                f"scales {self.fmt} cannot be written per 1 x {self.gran_k}: they are finer along K"
+            )
+
+    @property
+    def steps(self) -> int:
+        """Scales along K."""
+        return ceil_div(self.k, self.gran_k)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a launch."""
+        return min(ceil_div(self.rows, TILE) * ceil_div(self.steps, TILE), MAX_BLOCKS)
+
+    @property
+    def result(self) -> Stored:
+        """The form of what is written."""
+        return _workspace((self.rows, self.steps), torch.float32, ROWS)
+
+    def parameters(self) -> Params:
+        """What the kernel reads, but for the addresses."""
+        row_stride, along = self.strides
+        k_stride = 0 if self.fmt.gran_k == 0 else along
+        return Params(
+            None, None, row_stride, k_stride, self.result.strides[K], self.rows, self.steps,
+            self.fmt.gran_mn.bit_length() - 1,
+            max(self.fmt.gran_k // self.gran_k, 1).bit_length() - 1,
+            self.fmt.packed,
+            self.fmt.gran_mn == 1 and 0 < k_stride < row_stride,
+        )  # fmt: skip
+
+    def run(self, sf: Tensor, out: Tensor) -> None:
+        """Write ``out``, which has the form ``result``, on the current stream.
+
+        Raises:
+            BuildError, DriverError: the kernel does not compile, or does not load.
+        """
+        if not sf.is_cuda:
+            out.copy_(expand_scales(sf, self.fmt, self.rows, self.k, self.gran_k))
+            return
+        device = sf.get_device()
+        launcher = self.launchers.get(device)
+        if launcher is None:
+            launcher = self.launchers[device] = self._launcher(sf.device)
+        launcher([sf.data_ptr(), out.data_ptr()], raw_stream(sf.device))
+
+    def launch_spec(self, function: Function) -> LaunchSpec:
+        """A launch of the kernel, whose calls bring the addresses of the scales and of the result."""
+        pointers = (Params.source.offset, 0), (Params.result.offset, 1)
+        return LaunchSpec(
+            function, (self.blocks, 1, 1), (THREADS, 1, 1), (1, 1, 1), False, bytes(self.parameters()), (),
+            pointers,
+        )  # fmt: skip
+
+    def _launcher(self, device: torch.device) -> Launcher:
+        major, minor = torch.cuda.get_device_capability(device)
+        with torch.cuda.device(device):  # kernels are loaded in the current context
+            kernel = jit.default().build(SF_EXPAND, SF_EXPAND_SOURCE, f"sm{major}{minor}a")
+            return make_launcher(self.launch_spec(driver().load(kernel.image, SF_EXPAND, kernel.key)))
+
+
+# All four tensors -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The scale family of a product and what each of its tensors needs; ``sfa`` and ``sfb`` are None without
+    scales."""
+
+    family: str
+    a: Step
+    sfa: Step | None
+    b: Step
+    sfb: Step | None
+
+    @property
+    def steps(self) -> tuple[Step | None, Step | None, Step | None, Step | None]:
+        """In the order of the primitive's tensors."""
+        return self.a, self.sfa, self.b, self.sfb
+
+    @property
+    def as_is(self) -> bool:
+        """True where ``apply`` gives the tensors back, so that a product may read the caller's addresses."""
+        return all(step is None or step.kind == AS_IS for step in self.steps)
+
+    @property
+    def workspace(self) -> int:
+        """Bytes that a call allocates."""
+        return sum(step.workspace for step in self.steps if step is not None)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """A sentence for each tensor that is not taken as it is."""
+        return tuple(step.words for step in self.steps if step is not None and step.words)
+
+    def apply(
+        self, a: Tensor, sfa: Tensor | None, b: Tensor, sfb: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """The tensors in the forms of ``steps``: themselves or workspaces, which the caller keeps until its
+        kernel is launched."""
+        return (
+            self.a.run(a),
+            sfa if sfa is None or self.sfa is None else self.sfa.run(sfa),
+            self.b.run(b),
+            sfb if sfb is None or self.sfb is None else self.sfb.run(sfb),
+        )
+
+
+def scale_family(sfa: ScaleFormat | None, sfb: ScaleFormat | None) -> str:
+    """Which scales the product loads.
+
+    ``none``: no scales. ``block``: A per row and 128 of K, B per 128 x 128. ``row``: both per row and 128 of
+    K. ``row32``: both per row and 32 of K. ``channel``: both per row. All float32.
+    """
+    if sfa is None or sfb is None:
+        return NONE
+    if sfa.gran_k == sfb.gran_k == 0:
+        return CHANNEL
+    if sfb == BLOCK_128X128 and sfa in (BLOCK_1X128, PACKED_128):
+        return BLOCK
+    return ROW32 if 32 in (sfa.gran_k, sfb.gran_k) else ROW
+
+
+def plan_operands(problem: Gemm, tensors: Sequence[Tensor | None]) -> Operands:
+    """What the tensors of a dense product need.
+
+    Args:
+        tensors: a, sfa, b, sfb and whatever follows; only their shapes, strides, dtypes and the addresses
+            modulo 16 are looked at.
+
+    Raises:
+        UnsupportedError: the product has another grouping.
+    """
+    a, sfa, b, sfb = tensors[:4]
+    if problem.grouping != "dense" or a is None or b is None:
+        raise UnsupportedError(
+            f"{problem.op}: the grouping is {problem.grouping!r}; only the operands of dense products are "
+            "brought into another form"
+        )
+    family = scale_family(problem.sfa, problem.sfb)
+    scales: list[Step | None] = []
+    empty = 0 in (problem.m, problem.n, problem.k)  # nothing is loaded
+    for side, sf, fmt, rows in (("sfa", sfa, problem.sfa, problem.m), ("sfb", sfb, problem.sfb, problem.n)):
+        if sf is None or fmt is None:
+            scales.append(None)
+        elif empty or family == CHANNEL or (family == BLOCK and side == "sfb"):
+            scales.append(_as_is(sf))
+        else:
+            scales.append(_scales(side, sf, fmt, (rows, problem.k), family))
+    values = [
+        _as_is(x) if empty else _values(side, x, axis, (rows, problem.k))
+        for side, x, axis, rows in (
+            ("a", a, problem.packed_axes[0], problem.m),
+            ("b", b, problem.packed_axes[1], problem.n),
+        )
+    ]
+    return Operands(family, values[0], scales[0], values[1], scales[1])

@@ -1,0 +1,168 @@
+// How a tile of totals leaves: straight from registers, through shared memory by bulk copies, or gathered in
+// shared memory, where the parts of a split tile are added.
+#pragma once
+
+#include <dg/epilogue/output.cuh>
+
+namespace dg::sm90 {
+
+template <class C, class Instruction>
+struct Store {
+    using L = Layout<C>;
+    using Me = Multiplier<C, Instruction>;
+    using Totals = typename Me::Totals;
+    static constexpr u32 kGroups = Promotion<C>::kGroups;
+    static constexpr u32 kSums = Promotion<C>::kSums;
+    static constexpr u32 kThreads = kWarpgroup * C::kConsumers;
+    static constexpr u32 kAllBarrier = 4;  // a named barrier, of all consumers
+
+    const Params& params;
+    Room<C> room;
+    Output<C> out;
+
+    __device__ __forceinline__ Store(const Params& all, const Room<C>& block)
+        : params(all), room(block), out(all) {}
+
+    __device__ __forceinline__ void run(Totals& total, Me& me, Tile tile) const {
+        scale_rows<C, Instruction>(total, me, tile);
+        if constexpr (L::kGather) {
+            gather(total, me);
+            add_parts(tile);
+        } else if constexpr (C::kTmaStore) {
+            bulk(total, me, tile);
+        } else {
+            for_groups<0>(total, me, tile);
+        }
+    }
+
+    // Groups of eight columns from kFirst on, two columns a thread.
+    template <u32 kFirst>
+    __device__ __forceinline__ void for_groups(const Totals& total, const Me& me, Tile tile) const {
+        const u32 row = tile.p * L::kBlockP + me.part + me.warp * 16 + me.lane / 4;
+        const u32 column = tile.q * C::kBlockQ + me.lane % 4 * 2;
+#pragma unroll
+        for (u32 sub = 0; sub < C::kSubs; ++sub)
+#pragma unroll
+            for (u32 g = kFirst; g < kGroups; ++g) {
+                const float* four = &total[sub][g * 4];
+                out.put2(row + sub * 64, column + g * 8, four[0], four[1]);
+                out.put2(row + sub * 64 + 8, column + g * 8, four[2], four[3]);
+            }
+    }
+
+    // Boxes of 16 rows by 64 columns: a warp writes as many as it has room for to shared memory and goes on while
+    // bulk copies take them away.
+    __device__ __forceinline__ void bulk(const Totals& total, const Me& me, Tile tile) const {
+        constexpr u32 kPanels = C::kBlockQ / kBoxColumns;
+        const Shared boxes = room.base + L::kStoreOffset + (me.w * 4 + me.warp) * C::kBoxes * kBoxBytes;
+        const u32 row0 = tile.p * L::kBlockP + me.part + me.warp * 16, column = tile.q * C::kBlockQ;
+        const u32 row = me.lane % 16;
+        // Row r of a box has its 16-byte pieces in the order that the 128-byte swizzle gives: piece c at c ^ (r % 8).
+        const u32 piece = (me.lane / 16 ^ row % 8) * 16;
+#pragma unroll
+        for (u32 first = 0; first < L::kTileBoxes; first += C::kBoxes) {
+            constexpr u32 kAll = L::kTileBoxes;
+            const u32 end = first + C::kBoxes < kAll ? first + C::kBoxes : kAll;
+            if (me.lane == 0)
+                tma_store_wait_read<0>();  // what was here before has left
+            __syncwarp();
+#pragma unroll
+            for (u32 box = first; box < end; ++box) {
+                const Shared at = boxes + (box - first) * kBoxBytes + row * 128;
+#pragma unroll
+                for (u32 g = 0; g < 8; g += 2) {
+                    const float* v = &total[box / kPanels][(box % kPanels * 8 + g) * 4];
+                    store_matrices4(at + (g * 16 ^ piece), pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]),
+                                    pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
+                }
+            }
+            fence_async_shared();
+            __syncwarp();
+            if (me.lane == 0) {
+#pragma unroll
+                for (u32 box = first; box < end; ++box)
+                    tma_store(&params.d_map, boxes + (box - first) * kBoxBytes,
+                              column + box % kPanels * kBoxColumns, row0 + box / kPanels * 64);
+                tma_store_commit();
+            }
+        }
+        if constexpr (C::kBlockQ % kBoxColumns != 0)
+            for_groups<kPanels * 8>(total, me, tile);
+    }
+
+    // Shared memory ends with the block: what leaves from it must have been read.
+    __device__ __forceinline__ void finish(u32 lane) const {
+        if constexpr (C::kTmaStore)
+            if (lane == 0)
+                tma_store_wait_read<0>();
+    }
+
+    // Rows of P go in units of 8 to the block of the cluster that owns them, unit u to block u % kSplit.
+    __device__ __forceinline__ void gather(const Totals& total, const Me& me) const {
+        if constexpr (C::kSplit == 1)
+            named_sync<kThreads>(kAllBarrier);  // the last tile's sums have been read
+#pragma unroll
+        for (u32 sub = 0; sub < C::kSubs; ++sub) {
+#pragma unroll
+            for (u32 half = 0; half < 2; ++half) {
+                const u32 unit = ((me.w * C::kSubs + sub) * 4 + me.warp) * 2 + half, owner = unit % C::kSplit;
+                const u32 offset =
+                    ((room.rank * L::kOwnedUnits + unit / C::kSplit) * 8 + me.lane / 4) * L::kPartRow +
+                    me.lane % 4 * 8;
+                const Shared local = room.base + L::kPartOffset + offset;
+                const float* v = &total[sub][half * 2];
+                if constexpr (C::kSplit == 1) {
+#pragma unroll
+                    for (u32 i = 0; i < kGroups; ++i)
+                        store_shared2(local + i * 32, v[i * 4], v[i * 4 + 1]);
+                } else {
+                    const u32 to = remote_address(local, owner), barrier = remote_address(room.parts, owner);
+#pragma unroll
+                    for (u32 i = 0; i < kGroups; ++i)
+                        send(to + i * 32, barrier, v[i * 4], v[i * 4 + 1]);
+                }
+            }
+        }
+    }
+
+    // Adds the parts of this block's units in the order of K, eight outputs of one row of D at a time.
+    __device__ __forceinline__ void add_parts(Tile tile) const {
+        if constexpr (C::kSplit == 1)
+            named_sync<kThreads>(kAllBarrier);
+        else
+            mbarrier_wait(room.parts, 0);
+        const u32 first = C::kSplit > 1 ? room.rank : 0;
+        for (u32 t = threadIdx.x - kWarpgroup; t < L::kOwnedUnits * C::kBlockQ; t += kThreads) {
+            const u32 slot = t / C::kBlockQ, unit = slot * C::kSplit + first, item = t % C::kBlockQ;
+            if (unit >= L::kUnits)
+                continue;
+            const Shared from = room.base + L::kPartOffset + slot * 8 * L::kPartRow;
+            float sum[8] = {};
+            if constexpr (C::kSwap) {  // row `item` of Q, eight rows of P
+#pragma unroll
+                for (u32 part = 0; part < C::kSplit; ++part)
+#pragma unroll
+                    for (u32 n = 0; n < 8; ++n)
+                        sum[n] +=
+                            load_shared(from + (part * L::kOwnedUnits * 8 + n) * L::kPartRow + item * 4);
+                out.put8(tile.q * C::kBlockQ + item, tile.p * L::kBlockP + unit * 8, sum);
+            } else {  // a row of P, eight rows of Q
+                constexpr u32 kPieces = C::kBlockQ / 8;
+                const u32 row = item / kPieces, piece = item % kPieces;
+#pragma unroll
+                for (u32 part = 0; part < C::kSplit; ++part) {
+                    const Shared at = from + (part * L::kOwnedUnits * 8 + row) * L::kPartRow + piece * 32;
+#pragma unroll
+                    for (u32 n = 0; n < 8; n += 4) {
+                        const uint4 four = load_shared4(at + n * 4);
+                        sum[n] += __uint_as_float(four.x), sum[n + 1] += __uint_as_float(four.y);
+                        sum[n + 2] += __uint_as_float(four.z), sum[n + 3] += __uint_as_float(four.w);
+                    }
+                }
+                out.put8(tile.p * L::kBlockP + unit * 8 + row, tile.q * C::kBlockQ + piece * 8, sum);
+            }
+        }
+    }
+};
+
+}  // namespace dg::sm90

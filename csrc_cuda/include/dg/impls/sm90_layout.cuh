@@ -1,0 +1,137 @@
+// What the parts of the Hopper matrix product share: the kernel's parameters, and where a block's shared
+// memory holds what.
+//
+// The tensor core multiplies P (64 rows a warpgroup) by Q (up to 256 rows): P is A and Q is B, or, swapped, P
+// is B and Q is A, which is how few rows of A keep whole tiles busy.
+//
+// Config is a struct that the generated source defines:
+//   kElementBytes   1: FP8, summed a K block at a time and promoted to float32 totals; 2: bfloat16
+//   kBlockQ         rows of Q in a tile
+//   kStages         K blocks in the ring
+//   kConsumers      warpgroups that multiply; kSubs: 64-row parts that each has
+//   kSwap           P is B
+//   kSplit          blocks of a cluster that share a tile, each with its part of K
+//   kPMnMajor, kQMnMajor    the operand's rows are its contiguous axis (bfloat16)
+//   kScaleP, kScaleQ        per K block: kScaleNone, kScaleBlock (one for 128 rows), kScaleRow (one for each)
+//   kScaleKMajor    the row scales are stored with K as their contiguous axis (one side alone has them)
+//   kScaleSteps     row scales of a K block: 1, or 4, one for 32 of K
+//   kPairs          two K blocks in flight a warpgroup (kSubs 1)
+//   kOrdered        two warpgroups take turns at the tensor core
+//   kDBytes         2: D is bfloat16; 4: float32
+//   kTmaStore       D leaves through shared memory by bulk copies
+//   kBoxes          boxes of shared memory that each consumer warp has for that: with room for its whole part of
+//                   a tile, D leaves under the products of the next one; with less, in rounds
+#pragma once
+
+#include <dg/common/math.cuh>
+#include <dg/ptx/copy.cuh>
+
+namespace dg::sm90 {
+
+using namespace dg::ptx;
+
+constexpr u32 kBlockK = 128;  // bytes of K in one stage: a row of a tile fills the 128-byte swizzle
+constexpr u32 kWarpgroup = 128;
+constexpr u32 kScaleNone = 0, kScaleBlock = 1, kScaleRow = 2;
+// A tile whose rows are contiguous lies in chunks of 64 rows by 64 of K.
+constexpr u32 kChunkRows = 64, kChunkBytes = 64 * 128;
+// What a warp stores at once: 16 rows of 64 bfloat16 values, which fill the 128-byte swizzle.
+constexpr u32 kBoxColumns = 64, kBoxBytes = 16 * kBoxColumns * 2;
+
+struct Scale {
+    const float* values;       // null: no scale
+    i64 row_stride, k_stride;  // in elements; row_stride counts rows, or blocks of 128 rows
+};
+
+struct Params {
+    TensorMap p_map, q_map, p_scale_map, q_scale_map, d_map;
+    Scale p_scale, q_scale;  // of 128 rows in the main loop; of whole rows in the epilogue
+    void* d;
+    const void* c;  // null: nothing is added
+    i64 d_stride, c_stride;
+    u32 rows_p, rows_q, k_blocks;
+    u32 tiles_p, tiles_q;
+    // Columns of D in each head before its hole, in the hole, and around it; a width of 0: no heads.
+    u32 head_left, head_hole, head_width;
+    u32 wide;  // every eight columns of a row of D that start at a multiple of 8 may leave as 16-byte pieces
+    u32 even;  // and every two that start at an even one as one piece
+};
+
+template <class C>
+struct Layout {
+    static constexpr u32 kElements = kBlockK / C::kElementBytes;  // of K in one stage
+    static constexpr u32 kBlockP = 64 * C::kSubs * C::kConsumers;
+    static constexpr u32 kRowsQ = C::kQMnMajor ? align(C::kBlockQ, kChunkRows) : C::kBlockQ;
+    static constexpr u32 kBytesP = kBlockP * kBlockK, kBytesQ = kRowsQ * kBlockK;
+    static constexpr u32 kStageBytes = align(kBytesP + kBytesQ, 1024u);  // a swizzle repeats every 1024 bytes
+    // Row scales of one stage. Where K is their major axis, 16 bytes a row come along: four K blocks, of
+    // which this stage's is one.
+    static constexpr u32 kScaleStep = C::kScaleKMajor ? 16 : 4;  // bytes from row to row
+    static constexpr u32 kScaleBytesP = C::kScaleP == kScaleRow ? kBlockP * kScaleStep * C::kScaleSteps : 0;
+    static constexpr u32 kScaleBytesQ =
+        C::kScaleQ == kScaleRow ? C::kBlockQ * kScaleStep * C::kScaleSteps : 0;
+    static constexpr u32 kScaleAtQ = align(kScaleBytesP, 128u);
+    static constexpr u32 kScaleStage = kScaleAtQ + align(kScaleBytesQ, 128u);
+    static constexpr u32 kLoadBytes = kBytesP + kBytesQ + kScaleBytesP + kScaleBytesQ;
+    static constexpr u32 kScaleOffset = C::kStages * kStageBytes;
+    static constexpr u32 kTileBoxes = C::kSubs * (C::kBlockQ / kBoxColumns);  // of one warp
+    static constexpr u32 kStoreOffset = align(kScaleOffset + C::kStages * kScaleStage, 1024u);
+    static constexpr u32 kStoreBytes = C::kTmaStore ? C::kConsumers * 4 * C::kBoxes * kBoxBytes : 0;
+    // Sums on their way to D's layout, or to the block of the cluster that adds the parts: from each block
+    // the units of 8 rows of P that this one owns. 32 bytes more a row put four rows into different banks.
+    static constexpr bool kGather = C::kSwap || C::kSplit > 1;
+    static constexpr u32 kUnits = kBlockP / 8, kOwnedUnits = cdiv(kUnits, C::kSplit);
+    static constexpr u32 kPartRow = C::kBlockQ * 4 + 32;
+    static constexpr u32 kPartOffset = kStoreOffset + kStoreBytes;
+    static constexpr u32 kPartBytes = kGather ? C::kSplit * kOwnedUnits * 8 * kPartRow : 0;
+    static constexpr u32 kBarrierOffset = kPartOffset + kPartBytes;
+    static constexpr u32 kBytes =
+        kBarrierOffset + (2 * C::kStages + 1) * 8 + 1024;  // 1024 to align the start
+    static constexpr u32 kThreads = kWarpgroup * (C::kConsumers + 1);
+
+    static_assert(!C::kTmaStore || (!kGather && C::kDBytes == 2), "a bulk store takes bfloat16 rows of D");
+    static_assert(!(C::kPMnMajor || C::kQMnMajor) || C::kElementBytes == 2, "FP8 is multiplied K-major");
+    static_assert(!C::kTmaStore || (C::kBoxes > 0 && C::kBoxes <= kTileBoxes), "a box has 64 columns");
+    static_assert(C::kScaleSteps == 1 || (C::kScaleP == kScaleRow && C::kScaleQ == kScaleRow && !C::kPairs),
+                  "scales of 32 of K belong to single rows on both sides");
+    static_assert(!C::kScaleKMajor || C::kScaleP != kScaleRow || C::kScaleQ != kScaleRow,
+                  "row scales of both sides are stored row-major");
+    // A tile of Q then lies in two blocks of 128 rows at most.
+    static_assert(C::kScaleQ != kScaleBlock || C::kBlockQ <= 128 || C::kBlockQ - 128 <= gcd(C::kBlockQ, 128u),
+                  "a tile would need the scales of three blocks of 128 rows");
+};
+
+// Where a thread is in the ring of stages.
+template <u32 kStages>
+struct Ring {
+    u32 stage = 0, parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++stage == kStages)
+            stage = 0, parity ^= 1;
+    }
+};
+
+// A block's shared memory and its place in the cluster.
+template <class C>
+struct Room {
+    using L = Layout<C>;
+
+    Shared base, full, empty, parts;
+    u32 rank;  // in the cluster
+
+    __device__ __forceinline__ Shared stage_p(u32 s) const { return base + s * L::kStageBytes; }
+    __device__ __forceinline__ Shared stage_q(u32 s) const { return base + s * L::kStageBytes + L::kBytesP; }
+    __device__ __forceinline__ Shared scales_p(u32 s) const {
+        return base + L::kScaleOffset + s * L::kScaleStage;
+    }
+    __device__ __forceinline__ Shared scales_q(u32 s) const { return scales_p(s) + L::kScaleAtQ; }
+
+    // Hands a stage back to the producer, one arrival a warp.
+    __device__ __forceinline__ void release(u32 stage, u32 lane) const {
+        if (lane == 0)
+            mbarrier_arrive(empty + stage * 8);
+    }
+};
+
+}  // namespace dg::sm90

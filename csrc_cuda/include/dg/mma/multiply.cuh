@@ -1,0 +1,266 @@
+// The consumers' main loop: one tile's part of K multiplied from the ring.
+//
+// FP8 products are summed one K block at a time and added, scaled, to float32 totals: the tensor core keeps
+// fewer bits than float32 while it adds FP8 products. bfloat16 products stay in its accumulators all along.
+#pragma once
+
+#include <dg/mma/scales.cuh>
+#include <dg/ptx/wgmma.cuh>
+
+namespace dg::sm90 {
+
+// `Instruction` is the wgmma instruction that the generated source defines for the kernel's N and types.
+template <class C, class Instruction>
+struct Multiplier {
+    using L = Layout<C>;
+    using M = Promotion<C>;
+    using Factor = typename M::Factor;
+    using Columns = typename M::Columns;
+    using Product = typename M::Product;
+    static constexpr u32 kSums = M::kSums;
+    // wgmma takes 32 bytes of K: as far on in a row of a K-major tile, 16 rows on in an MN-major one.
+    static constexpr u32 kSteps = kBlockK / 32;
+    static constexpr u32 kStepP = (C::kPMnMajor ? 16 * 128 : 32) / 16,
+                         kStepQ = (C::kQMnMajor ? 16 * 128 : 32) / 16;
+
+    using Totals = float[C::kSubs][kSums];
+
+    // A stage of the ring as the products need it. It is made while the products before it run: between taking
+    // a turn and the first product every cycle is one in which the tensor core may be idle.
+    struct Stage {
+        u32 index, p, q;  // low words of the descriptors
+    };
+
+    const Params& params;
+    Room<C> room;
+    u32 w, warp, lane;        // warpgroup, warp in it, lane
+    u32 part;                 // first row of the tile that the warpgroup has
+    u32 p, q;                 // low words of the descriptors at stage 0
+    Shared scale_p, scale_q;  // this lane's places among the row scales of stage 0
+    Ring<C::kStages> ring;    // of the stage that comes next
+    Stage next;
+    bool ready = false;  // it is known to be full
+    bool first_tile = true;
+    typename M::Blocks blocks;
+
+    __device__ __forceinline__ Multiplier(const Params& all, const Room<C>& block, const Tiles<C>& tiles,
+                                          u32 warpgroup)
+        : params(all),
+          room(block),
+          w(warpgroup),
+          warp(threadIdx.x % kWarpgroup / 32),
+          lane(threadIdx.x % 32),
+          part(w * C::kSubs * 64),
+          blocks(all, tiles, part) {
+        const Shared rows_p = room.stage_p(0) + part * kBlockK, rows_q = room.stage_q(0);
+        p = C::kPMnMajor ? descriptor_mn128(rows_p, kChunkBytes) : descriptor_k128(rows_p);
+        q = C::kQMnMajor ? descriptor_mn128(rows_q, kChunkBytes) : descriptor_k128(rows_q);
+        scale_p = room.scales_p(0) + (part + warp * 16 + lane / 4) * L::kScaleStep;
+        scale_q = room.scales_q(0) + lane % 4 * 2 * L::kScaleStep;
+        next = Stage{0, p, q};
+    }
+
+    // The stage that comes next becomes the current one, and the one after it is made ready.
+    __device__ __forceinline__ Stage wait_full() {
+        if (!ready)
+            mbarrier_wait(room.full + ring.stage * 8, ring.parity);
+        ready = false;
+        return next;
+    }
+    __device__ __forceinline__ void advance() {
+        ring.advance();
+        next.index = ring.stage;
+        next.p = p + ring.stage * (L::kStageBytes / 16);
+        next.q = q + ring.stage * (L::kStageBytes / 16);
+        keep(next.p), keep(next.q);
+    }
+    __device__ __forceinline__ void look_ahead() {
+        ready = mbarrier_done(room.full + ring.stage * 8, ring.parity);
+    }
+
+    // Two consumers take turns at the tensor core: one issues its products while the other promotes.
+    __device__ __forceinline__ void take_turn() const {
+        if constexpr (C::kConsumers == 2 && C::kOrdered)
+            named_sync<2 * kWarpgroup>(1 + w);
+    }
+    __device__ __forceinline__ void pass_turn() const {
+        if constexpr (C::kConsumers == 2 && C::kOrdered)
+            named_arrive<2 * kWarpgroup>(2 - w);
+    }
+
+    // `kCount` instructions of a stage from `first` on; the first one starts anew where `add` is false.
+    template <u32 kCount = kSteps>
+    __device__ __forceinline__ static void multiply(float (&sum)[kSums], const Stage& stage, u32 sub,
+                                                    bool add, u32 first = 0) {
+        const u32 from_p = stage.p + sub * (64 * kBlockK / 16) + first * kStepP,
+                  from_q = stage.q + first * kStepQ;
+#pragma unroll
+        for (u32 i = 0; i < kCount; ++i)
+            Instruction::multiply(sum, descriptor(from_p + i * kStepP), descriptor(from_q + i * kStepQ),
+                                  add || i != 0);
+    }
+
+    // This lane's row scales of a stage. `k` matters where a stage holds four K blocks of them, `step` where
+    // a K block has four.
+    __device__ __forceinline__ void load_rows(Factor& f, Columns& columns, u32 stage, u32 sub, u32 k,
+                                              u32 step = 0) const {
+        const u32 at = stage * L::kScaleStage + (C::kScaleKMajor ? k % 4 * 4 : 0);
+        if constexpr (C::kScaleP == kScaleRow) {
+            const Shared from = scale_p + at + step * L::kBlockP * 4;
+            f.high = load_shared(from + sub * 64 * L::kScaleStep);
+            f.low = load_shared(from + (sub * 64 + 8) * L::kScaleStep);
+        }
+        if constexpr (C::kScaleQ == kScaleRow) {
+            const Shared from = scale_q + at + step * C::kBlockQ * 4;
+#pragma unroll
+            for (u32 g = 0; g < M::kGroups; ++g) {
+                if constexpr (C::kScaleKMajor)
+                    columns.pair[g] = {load_shared(from + g * 8 * 16), load_shared(from + (g * 8 + 1) * 16)};
+                else
+                    columns.pair[g] = load_shared2(from + g * 32);
+            }
+        }
+    }
+
+    // Multiplies one tile.
+    __device__ __forceinline__ void run(Totals& total, Tile tile, Tile following, const Tiles<C>& tiles) {
+#pragma unroll
+        for (u32 sub = 0; sub < C::kSubs; ++sub)
+#pragma unroll
+            for (u32 i = 0; i < kSums; ++i)
+                total[sub][i] = 0.0f;
+        if constexpr (C::kElementBytes == 2)
+            accumulate(total, tiles);
+        else
+            promote(total, tile, following, tiles);
+        first_tile = false;
+    }
+
+    __device__ __forceinline__ void accumulate(Totals& total, const Tiles<C>& tiles) {
+        u32 before = 0;
+        for (u32 k = tiles.first_k; k < tiles.last_k; ++k) {
+            const Stage stage = wait_full();
+            wgmma_fence();
+#pragma unroll
+            for (u32 sub = 0; sub < C::kSubs; ++sub)
+                multiply(total[sub], stage, sub, true);
+            wgmma_commit();
+            advance();
+            look_ahead();
+            wgmma_wait<1>();
+            if (k > tiles.first_k)
+                room.release(before, lane);
+            before = stage.index;
+        }
+        wgmma_wait<0>();
+#pragma unroll
+        for (u32 sub = 0; sub < C::kSubs; ++sub)
+            pin(total[sub]);
+        if (tiles.first_k < tiles.last_k)
+            room.release(before, lane);
+    }
+
+    __device__ __forceinline__ void promote(Totals& total, Tile tile, Tile following, const Tiles<C>& tiles) {
+        const u32 count = tiles.last_k - tiles.first_k;
+        blocks.begin(tile, following, first_tile);
+        auto scales = [&](u32 block) { return blocks.at(block, tile, following); };
+        Factor f = scales(0);
+        u32 block = 0;
+        if constexpr (C::kPairs)
+            for (; block + 1 < count; block += 2)
+                promote_two(total[0], f, block, tiles, scales);
+        for (; block < count; ++block)
+            promote_one(total, f, block, tiles, scales);
+    }
+
+    // Two K blocks in flight: the tensor core has the second one while the first one is promoted.
+    template <class Scales>
+    __device__ __forceinline__ void promote_two(float (&total)[kSums], Factor& f, u32 block,
+                                                const Tiles<C>& tiles, Scales scales) {
+        const u32 k = tiles.first_k + block;
+        float sum[kSums], other[kSums];
+        const Stage first = wait_full();
+        advance();
+        look_ahead();
+        Columns columns;
+        load_rows(f, columns, first.index, 0, k);
+        const Product f0 = M::product(f);
+        take_turn();
+        wgmma_fence();
+        multiply(sum, first, 0, false);
+        wgmma_commit();
+        const Stage second = wait_full();
+        wgmma_fence();
+        multiply(other, second, 0, false);
+        wgmma_commit();
+        pass_turn();
+        f = scales(block + 1);
+        Product f1;
+        if constexpr (C::kScaleQ != kScaleRow) {
+            load_rows(f, columns, second.index, 0, k + 1);
+            f1 = M::product(f);
+            f = scales(block + 2);
+        }
+        advance();
+        wgmma_wait<1>();
+        pin(sum);
+        room.release(first.index, lane);
+        M::promote(total, sum, f0, columns, blocks.before);
+        if constexpr (C::kScaleQ == kScaleRow) {
+            load_rows(f, columns, second.index, 0, k + 1);
+            f1 = M::product(f);
+            f = scales(block + 2);
+        }
+        look_ahead();
+        wgmma_wait<0>();
+        pin(other);
+        room.release(second.index, lane);
+        M::promote(total, other, f1, columns, blocks.before);
+    }
+
+    template <class Scales>
+    __device__ __forceinline__ void promote_one(Totals& total, Factor& f, u32 block, const Tiles<C>& tiles,
+                                                Scales scales) {
+        // Row scales before the products of a stage: afterwards their way from shared memory would delay the
+        // second product. Those of Q's columns or of four steps are too many to be kept for all parts.
+        constexpr bool kEarly = C::kScaleQ != kScaleRow && C::kScaleSteps == 1;
+        const u32 k = tiles.first_k + block;
+        const Stage stage = wait_full();
+        Columns columns;
+        Product products[C::kSubs];
+        if constexpr (kEarly) {
+#pragma unroll
+            for (u32 sub = 0; sub < C::kSubs; ++sub) {
+                load_rows(f, columns, stage.index, sub, k);
+                products[sub] = M::product(f);
+            }
+        }
+#pragma unroll
+        for (u32 sub = 0; sub < C::kSubs; ++sub) {
+#pragma unroll
+            for (u32 step = 0; step < C::kScaleSteps; ++step) {
+                constexpr u32 kCount = kSteps / C::kScaleSteps;
+                const bool ends = sub + 1 == C::kSubs && step + 1 == C::kScaleSteps;
+                float sum[kSums];
+                take_turn();
+                wgmma_fence();
+                multiply<kCount>(sum, stage, sub, false, step * kCount);
+                wgmma_commit();
+                pass_turn();
+                if constexpr (!kEarly) {
+                    load_rows(f, columns, stage.index, sub, k, step);
+                    products[sub] = M::product(f);
+                }
+                if (ends)
+                    f = scales(block + 1), advance(), look_ahead();
+                wgmma_wait<0>();
+                pin(sum);
+                if (ends)
+                    room.release(stage.index, lane);
+                M::promote(total[sub], sum, products[sub], columns, blocks.before);
+            }
+        }
+    }
+};
+
+}  // namespace dg::sm90
