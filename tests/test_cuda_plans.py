@@ -202,7 +202,7 @@ GOLDEN: dict[tuple[str, int, int, int], str] = {
     ("block", 1024, 576, 7168): "sm90_fp8_gemm_q96_s10_c1_pairs_tma",
     ("block", 1024, 4096, 7168): "sm90_fp8_gemm_q128_s4_u2_tma",
     ("block", 4096, 576, 7168): "sm90_fp8_gemm_q144_s6_ord_pairs_tma",
-    ("block", 4096, 2112, 7168): "sm90_fp8_gemm_q192_s5_ord_tma",
+    ("block", 4096, 2112, 7168): "sm90_fp8_gemm_q128_s4_c3_tma_box2_pr32_cr160",
     ("block", 4096, 32768, 512): "sm90_fp8_gemm_q128_s4_c3_tma_box2_pr32_cr160",
     ("block", 4096, 7168, 16384): "sm90_fp8_gemm_q128_s4_u2_tma",
     ("row", 2112, 4096, 7168): "sm90_fp8_gemm_q96_s7_sq2_pairs_d4_pr40_cr232",
