@@ -4,10 +4,10 @@ A launch is its fixed cost, then whatever is slowest of reading memory, the powe
 blocks, which is filling shared memory beside computing; then what nothing overlaps: the last tile's way out,
 and adding the parts of a split tile.
 
-Every constant says where it is from. "Fitted" ones were chosen together over about 4200 times of 77 products,
-FP8 with block scales and bfloat16 at M from 1 to 4096 (one H200, L2 flushed): what is chosen then takes 1 % longer
-than the fastest configuration that was timed, on average. They describe how times differ, not what a part of
-the card does alone.
+Every constant says where it is from. "Fitted" ones were chosen together over about 4200 times of 77
+products, FP8 with block scales and bfloat16 at M from 1 to 4096 (one H200, L2 flushed): what is chosen then
+takes 1 % longer, on average, than the fastest configuration that was timed. They describe how times differ,
+not what a part of the card does alone.
 """
 
 from __future__ import annotations
