@@ -59,7 +59,7 @@ def commands(part: str, python: str) -> list[list[str]]:
         "rooms": [[python, "-c", CONSOLE, "lint-imports", "--no-logo"]],
         "packaging": [[*pytest, "-m", "packaging"]],
         "tests": [[*pytest, "-m", "not packaging", "-n", str(workers())]],
-        "test-gpu": [[*pytest, "-m", "gpu"]],
+        "test-gpu": [[*pytest, "-m", "gpu", "-n", str(workers())]],
     }[part]
 
 
