@@ -302,12 +302,13 @@ def _run_special(op: Op, tensors: Tensors, options: Options) -> Any:
 
 
 def _key(op: Op, tensors: Tensors, options: Options) -> tuple[Hashable, ...]:
-    """The key of a call's plan; raises for whatever is neither a plain tensor nor None."""
+    """The key of a call's plan; raises for whatever is neither a plain tensor nor None, and for a tensor
+    whose values are the negatives of what its memory holds."""
     described: list[Hashable] = []
     for x in tensors:
         if x is None:
             described.append(None)
-        elif type(x) in PLAIN:
+        elif type(x) in PLAIN and not x.is_neg():
             described.append((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15))
         else:
             raise TypeError(type(x).__name__)
@@ -337,7 +338,22 @@ def _meet(entry: _Entry, addresses: list[int]) -> bool:
 
 
 def run_unplanned(op: Op, tensors: Tensors, options: Options) -> Any:
-    """Run one operation on a plan that is not kept."""
+    """Run one operation on a plan that is not kept.
+
+    Raises:
+        UnsupportedError: an output's values are the negatives of what its memory holds (``is_neg()``).
+    """
+    negated = [i for i, x in enumerate(tensors) if isinstance(x, Tensor) and x.is_neg()]
+    for position in negated:
+        if position in op.outputs:
+            name = op.args[position].name
+            raise UnsupportedError(
+                f"{op.name}: {name} is a negative view (is_neg()); it is written, so give its base"
+            )
+    if negated:  # backends read memory
+        tensors = tuple(
+            x.resolve_neg() if i in negated and x is not None else x for i, x in enumerate(tensors)
+        )
     plan, _ = _make_plan(op, tensors, options)
     return plan(*tensors)
 

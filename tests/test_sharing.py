@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import dg_core
-from dg_core.errors import ArgumentError, ShapeError
+from dg_core.errors import ArgumentError, ShapeError, UnsupportedError
 from dg_core.testing import calc_diff
+
+from .conftest import small_gemm
 
 SIZE = 1300  # beyond one tile of the reference, so that a tile is written before another is read
 
@@ -145,3 +147,15 @@ def test_settings_compile_in_one_graph() -> None:
     assert torch.equal(compiled(lens), schedule(lens))
     dg_core.set_num_sms(1)
     assert torch.equal(compiled(lens), schedule(lens))
+
+
+def test_negative_views_mean_their_values() -> None:
+    """torch negates such a view when it is read; backends read memory."""
+    a, b, d = small_gemm()
+    dg_core.bf16_gemm_nt(a, b, d)
+    for _ in range(2):
+        other = torch.zeros_like(d)
+        dg_core.bf16_gemm_nt(torch._neg_view(a.neg()), b, other)
+        assert torch.equal(other, d)
+    with pytest.raises(UnsupportedError, match=r"bf16_gemm_nt: d is a negative view"):
+        dg_core.bf16_gemm_nt(a, b, torch._neg_view(d))

@@ -8,9 +8,10 @@ import torch
 
 from dg_core import config as settings
 from dg_core.backend import Gemm, Problem
-from dg_core.layout import ceil_div
+from dg_core.errors import UnsupportedError
+from dg_core.layout import BLOCK_1X128, ceil_div
 
-from .operands import BLOCK, GRAN_K, NONE, scale_family
+from .operands import BLOCK, GRAN_K, NONE, ROW, ROW32, SF_EXPAND, SF_EXPAND_SOURCE, scale_family
 from .plans import GemmTask, Settings, choose, sweep
 from .source import gemm_source
 
@@ -54,7 +55,10 @@ def words(problem: Problem) -> str:
     if 0 in (problem.m, problem.n, problem.k):
         return "no kernel: there is nothing to multiply"
     processors = settings.get_num_sms() if torch.cuda.is_available() else PROCESSORS
-    choice = choose(tasks(problem)[0], processors, _wishes())
+    try:
+        choice = choose(tasks(problem)[0], processors, _wishes())
+    except UnsupportedError as error:
+        return f"the call raises UnsupportedError: {error}"
     return f"{choice.config.name}: " + "; ".join(choice.words)
 
 
@@ -68,4 +72,14 @@ def sources(problem: Problem) -> dict[str, str]:
     for task in tasks(problem):
         for config in sweep(task, PROCESSORS, _wishes()):
             found[config.name] = gemm_source(config)
+    if _expands(problem):
+        found[SF_EXPAND] = SF_EXPAND_SOURCE
     return found
+
+
+def _expands(problem: Gemm) -> bool:
+    """True where contiguous scales of a call are written anew before the product loads them."""
+    family = scale_family(problem.sfa, problem.sfb)
+    if family != BLOCK:
+        return family in (ROW, ROW32)
+    return problem.sfa != BLOCK_1X128 or ceil_div(problem.k, GRAN_K[BLOCK]) % _FOUR != 0

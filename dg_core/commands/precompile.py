@@ -34,7 +34,7 @@ def read_shapes(file: Path) -> list[calls.Call]:
         ArgumentError: a line is something else; the message has its number.
     """
     found = []
-    for number, line in enumerate(file.read_text(errors="replace").splitlines(), 1):
+    for number, line in enumerate(file.read_text(encoding="utf-8-sig", errors="replace").splitlines(), 1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
