@@ -191,8 +191,8 @@ def _pool(kind: GemmTask, n: int, k: int, processors: int, settings: Settings) -
     if not any(each.most_m == UNLIMITED for each in found):
         raise UnsupportedError(
             f"set_block_size_multiple_of is {settings.block_multiples}; no tile of this product has block_m "
-            "and block_n that are multiples of these: one of the two is 64, 128 or 256 (FP8 with block scales: "
-            "192 too), the other a multiple of 8 that its registers allow, up to 256"
+            "and block_n that are multiples of these: one of the two is 64, 128 or 256 (FP8 with block "
+            "scales: 192 too), the other a multiple of 8 that its registers allow, up to 256"
         )
     return tuple(found)
 
