@@ -17,16 +17,15 @@ from dg_core.backend import Availability, Compiled, Gemm, Plan, Problem, Target
 from dg_core.errors import BackendUnavailable, UnsupportedError
 
 from . import explain, gemm, jit, launch
-from .blas import BlasPlan
+from .blas import BlasPlan, is_blas
 
 ARCHS = (gemm.ARCH,)
-_BLAS = "cublaslt_gemm"
-_DENSE = ("fp8_gemm", "bf16_gemm", _BLAS)
+_DENSE = ("fp8_gemm", "bf16_gemm")
 
 
 def has_kernels(op: str) -> bool:
     """True for the operations that this backend has: the dense products."""
-    return op.startswith(_DENSE)
+    return op.startswith(_DENSE) or is_blas(op)
 
 
 def architecture(device: torch.device) -> str:
@@ -75,7 +74,7 @@ class CudaBackend:
             return _nothing
         if problem.k == 0:
             return functools.partial(_without_product, problem)
-        if problem.op.startswith(_BLAS):
+        if is_blas(problem.op):
             return BlasPlan(problem)
         return gemm.plan(problem, tensors)
 

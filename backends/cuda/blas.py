@@ -10,8 +10,14 @@ from torch import Tensor
 
 from dg_core.backend import Gemm
 
+_PREFIX = "cublaslt_gemm"
 # Sums of a split K that are kept in 16 bits would round more than once.
 _REDUCED = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+
+
+def is_blas(op: str) -> bool:
+    """True for the operations that are the vendor's product by name."""
+    return op.startswith(_PREFIX)
 
 
 @contextlib.contextmanager

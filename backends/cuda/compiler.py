@@ -7,7 +7,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -31,6 +31,10 @@ class Options:
     lineinfo: bool = False
     includes: tuple[Path, ...] = ()
     extra: tuple[str, ...] = ()  # for both compilers alike, such as -DNAME=VALUE
+
+    def for_ptx(self) -> Options:
+        """The same for the virtual architecture (``compute_90a`` for ``sm_90a``) that PTX is compiled for."""
+        return replace(self, arch=self.arch.replace("sm_", "compute_"))
 
 
 @dataclass(frozen=True)
@@ -111,11 +115,6 @@ def arch_option(arch: str) -> str:
     if match is None:
         raise ArgumentError(f"arch is {arch!r}; a CUDA architecture is named like sm90a or sm_100a")
     return f"sm_{match[1]}"
-
-
-def virtual_arch(arch: str) -> str:
-    """``compute_90a`` for ``sm_90a``: what PTX is compiled for."""
-    return arch.replace("sm_", "compute_")
 
 
 def parse_report(log: str) -> Report:

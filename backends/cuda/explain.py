@@ -11,12 +11,15 @@ from dg_core.backend import Gemm, Problem
 from dg_core.errors import UnsupportedError
 from dg_core.layout import BLOCK_1X128, ceil_div
 
+from .blas import is_blas
+from .gemm import wishes
 from .operands import BLOCK, GRAN_K, NONE, ROW, ROW32, SF_EXPAND, SF_EXPAND_SOURCE, scale_family
-from .plans import GemmTask, Settings, choose, sweep
+from .plans import GemmTask, choose, sweep
 from .source import gemm_source
+from .tiling import WHOLE_CARD
 
 #: SMs of an H100 or H200 of the SXM form, for which kernels are compiled where no card is at hand.
-PROCESSORS = 132
+PROCESSORS = WHOLE_CARD
 _FOUR = 4  # float32 scales in 16 bytes
 
 
@@ -35,28 +38,24 @@ def tasks(problem: Gemm) -> tuple[GemmTask, ...]:
         scales=family,
         a_mn=bf16 and flips.startswith("t"),
         b_mn=bf16 and flips.endswith("n"),
-        plain_store=problem.accumulate or problem.head_splits is not None or problem.n % 8 != 0,
+        plain_store=problem.accumulate or problem.head_splits is not None,
     )  # fmt: skip
     if family == BLOCK and ceil_div(problem.k, GRAN_K[BLOCK]) % _FOUR == 0:
         return one, replace(one, sfa_k_major=True)
     return (one,)
 
 
-def _wishes() -> Settings:
-    return Settings(settings.get_block_size_multiple_of(), settings.get_batch_invariant())
-
-
 def words(problem: Problem) -> str:
     """A few lines for ``explain``."""
     if not isinstance(problem, Gemm):
         return f"no kernel for {problem}"
-    if problem.op.startswith("cublaslt"):
+    if is_blas(problem.op):
         return "cuBLAS through torch.mm"
     if 0 in (problem.m, problem.n, problem.k):
         return "no kernel: there is nothing to multiply"
     processors = settings.get_num_sms() if torch.cuda.is_available() else PROCESSORS
     try:
-        choice = choose(tasks(problem)[0], processors, _wishes())
+        choice = choose(tasks(problem)[0], processors, wishes())
     except UnsupportedError as error:
         return f"the call raises UnsupportedError: {error}"
     return f"{choice.config.name}: " + "; ".join(choice.words)
@@ -64,13 +63,11 @@ def words(problem: Problem) -> str:
 
 def sources(problem: Problem) -> dict[str, str]:
     """The kernels of every M at a problem's (N, K), by name."""
-    if not isinstance(problem, Gemm) or 0 in (problem.m, problem.n, problem.k):
-        return {}
-    if problem.op.startswith("cublaslt"):
+    if not isinstance(problem, Gemm) or is_blas(problem.op) or 0 in (problem.m, problem.n, problem.k):
         return {}
     found = {}
     for task in tasks(problem):
-        for config in sweep(task, PROCESSORS, _wishes()):
+        for config in sweep(task, PROCESSORS, wishes()):
             found[config.name] = gemm_source(config)
     if _expands(problem):
         found[SF_EXPAND] = SF_EXPAND_SOURCE

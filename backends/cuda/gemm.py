@@ -24,10 +24,9 @@ from .launch import Launcher, LaunchSpec, MapSpec, current_stream, make_launcher
 from .operands import BLOCK, NONE, K, Operands, Stored, plan_operands
 from .plans import Choice, GemmTask, Settings, choose
 from .source import SCALE_ROW, SMEM_BYTES, GemmConfig, gemm_source
+from .tiling import BOX_COLUMNS, CHUNK_ROWS, K_BYTES
 
-K_BYTES = 128  # of K in one stage
-CHUNK = 64  # rows of a box where the operand's rows are contiguous
-BOX = (16, 64)  # rows and columns of D that a warp stores at once
+BOX = (16, BOX_COLUMNS)  # rows and columns of D that a warp stores at once
 ARCH = "sm90a"
 # Positions in the primitive's tensors.
 A, SFA, B, SFB, D, C, LAYOUT = range(7)
@@ -95,9 +94,7 @@ def output(problem: Gemm, d: Tensor, c: Tensor | None) -> Output:
     wide = whole and address % 16 == 0 and stride * size % 16 == 0
     even = address % (2 * size) == 0 and stride % 2 == 0 and not any(part % 2 for part in heads)
     added = None if c is None else c.stride(0) if c.shape[0] > 1 else 0
-    # Bulk copies write pieces of 16 bytes, past the end of a row that is no multiple of them.
-    bulk = size == 2 and c is None and wide and problem.n % 8 == 0
-    return Output(stride, added, size, heads, wide, even, plain=not bulk)
+    return Output(stride, added, size, heads, wide, even, plain=size != 2 or c is not None or not wide)
 
 
 def task_of(problem: Gemm, operands: Operands, out: Output) -> GemmTask:
@@ -126,7 +123,7 @@ def _operand_map(field: str, slot: int, x: Stored, rows: int, what: str) -> MapS
     dtype, elements = ("uint8", K_BYTES) if x.dtype.itemsize == 1 else ("bfloat16", K_BYTES // 2)
     offset = getattr(Params, field).offset
     if _is_mn(x):
-        shape, apart, box = (x.shape[1], x.shape[0]), x.strides[1], (elements, CHUNK)
+        shape, apart, box = (x.shape[1], x.shape[0]), x.strides[1], (elements, CHUNK_ROWS)
     else:
         shape, apart, box = x.shape, x.strides[0], (rows, elements)
     return MapSpec(offset, slot, dtype, shape, apart * x.dtype.itemsize, box, K_BYTES, 256, what)
@@ -198,10 +195,14 @@ def load(config: GemmConfig) -> Function:
 # Plans ------------------------------------------------------------------------------------------------------
 
 
+def wishes() -> Settings:
+    """What the caller has restricted by settings."""
+    return Settings(settings.get_block_size_multiple_of(), settings.get_batch_invariant())
+
+
 def decide(problem: Gemm, operands: Operands, out: Output, processors: int) -> Choice:
     """The configuration for a dense problem under the settings of now."""
-    wishes = Settings(settings.get_block_size_multiple_of(), settings.get_batch_invariant())
-    return choose(task_of(problem, operands, out), processors, wishes)
+    return choose(task_of(problem, operands, out), processors, wishes())
 
 
 # Of bfloat16: values of K that the tensor core may add to a float32 D. It rounds its sums towards zero, which

@@ -15,7 +15,7 @@ from pathlib import Path
 from dg_core import config
 from dg_core.errors import BackendUnavailable
 
-from .compiler import MIN_VERSION, Found, Image, Options, build_failed, toolkits, virtual_arch
+from .compiler import MIN_VERSION, Found, Image, Options, build_failed, toolkits
 
 VERSION_SECONDS = 30.0  # for a program that only tells its version, on a busy machine
 COMPILE_SECONDS = 600.0
@@ -72,9 +72,7 @@ class Nvcc:
         Raises:
             BuildError: it does not compile.
         """
-        arch = virtual_arch(options.arch)
-        virtual = Options(arch, options.standard, options.lineinfo, options.includes, options.extra)
-        return self._run(source, name, virtual, "-ptx")[0].decode()
+        return self._run(source, name, options.for_ptx(), "-ptx")[0].decode()
 
     def _run(self, source: str, name: str, options: Options, kind: str) -> tuple[bytes, str]:
         command = self._command(name, options, kind, "output")

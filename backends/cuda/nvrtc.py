@@ -20,7 +20,6 @@ from .compiler import (
     build_failed,
     fingerprint,
     toolkits,
-    virtual_arch,
     wheel_folders,
 )
 
@@ -126,9 +125,7 @@ class Nvrtc:
         Raises:
             BuildError: it does not compile.
         """
-        arch = virtual_arch(options.arch)
-        virtual = Options(arch, options.standard, options.lineinfo, options.includes, options.extra)
-        return self._run(source, name, virtual, "PTX")[0].rstrip(b"\0").decode()
+        return self._run(source, name, options.for_ptx(), "PTX")[0].rstrip(b"\0").decode()
 
     def _run(self, source: str, name: str, options: Options, kind: str) -> tuple[bytes, str]:
         program = _HANDLE()

@@ -12,7 +12,6 @@ struct Store {
     using Me = Multiplier<C, Instruction>;
     using Totals = typename Me::Totals;
     static constexpr u32 kGroups = Promotion<C>::kGroups;
-    static constexpr u32 kSums = Promotion<C>::kSums;
     static constexpr u32 kThreads = kWarpgroup * C::kConsumers;
     static constexpr u32 kAllBarrier = 4;  // a named barrier, of all consumers
 

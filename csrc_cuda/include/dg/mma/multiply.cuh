@@ -196,21 +196,21 @@ struct Multiplier {
         pass_turn();
         f = scales(block + 1);
         Product f1;
-        if constexpr (C::kScaleQ != kScaleRow) {
+        auto load_second = [&] {
             load_rows(f, columns, second.index, 0, k + 1);
             f1 = M::product(f);
             f = scales(block + 2);
-        }
+        };
+        // Scales of Q's columns take the place of the first block's, which must have been used.
+        if constexpr (C::kScaleQ != kScaleRow)
+            load_second();
         advance();
         wgmma_wait<1>();
         pin(sum);
         room.release(first.index, lane);
         M::promote(total, sum, f0, columns, blocks.before);
-        if constexpr (C::kScaleQ == kScaleRow) {
-            load_rows(f, columns, second.index, 0, k + 1);
-            f1 = M::product(f);
-            f = scales(block + 2);
-        }
+        if constexpr (C::kScaleQ == kScaleRow)
+            load_second();
         look_ahead();
         wgmma_wait<0>();
         pin(other);

@@ -33,14 +33,6 @@ __device__ __forceinline__ uint4 load_shared4(Shared address) {
     return v;
 }
 
-__device__ __forceinline__ void store_shared(Shared address, float v) {
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
-}
-
-__device__ __forceinline__ void store_shared(Shared address, u32 v) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
-}
-
 __device__ __forceinline__ void store_shared2(Shared address, float x, float y) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
