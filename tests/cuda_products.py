@@ -214,6 +214,12 @@ CONFIGS: dict[str, tuple[str, GemmConfig]] = {
     "block, K in 4 parts": ("block", staged(block_q=72, split=4, pairs=True, **_NORMAL)),
     "block, K in 3 parts, float32": ("block", staged(block_q=144, split=3, d_bytes=4, **_NORMAL)),
     "block, 64 rows": ("block", staged(consumers=1, block_q=64, pairs=True, **_BULK)),
+    "block, 256 rows, cut": ("block", staged(subs=2, stream=True, **_BULK)),
+    "block, pairs, cut, float32": (
+        "block", staged(block_q=96, pairs=True, ordered=True, stream=True, d_bytes=4, **_NORMAL)
+    ),
+    "block, 192 rows, cut": ("block", staged(consumers=3, stream=True, **_BULK)),
+    "block, 64 rows, cut": ("block", staged(consumers=1, block_q=72, pairs=True, stream=True, **_NORMAL)),
     "swapped 64 x 8": ("block", staged(consumers=1, block_q=8, **_SWAPPED)),
     "swapped 128 x 64, float32": ("block", staged(block_q=64, d_bytes=4, **_SWAPPED)),
     "swapped, K in 4 parts": ("block", staged(block_q=16, split=4, **_SWAPPED)),
@@ -224,9 +230,15 @@ CONFIGS: dict[str, tuple[str, GemmConfig]] = {
     "row, swapped, float32": ("row", staged(block_q=64, swap=True, d_bytes=4, **_ROW)),
     "row32": ("row32", staged(scale_steps=4, **_ROW)),
     "row32, swapped": ("row32", staged(block_q=32, swap=True, scale_steps=4, **_ROW)),
+    "row32, cut": ("row32", staged(block_q=64, scale_steps=4, stream=True, **_ROW)),
+    "channel, cut": ("channel", staged(block_q=192, stream=True, tma_store=True, **_CHANNEL)),
     "channel, 256 rows": ("channel", staged(boxes=4, subs=2, tma_store=True, **_CHANNEL)),
     "channel, swapped, float32": ("channel", staged(block_q=16, swap=True, split=4, d_bytes=4, **_CHANNEL)),
     "bf16, 256 columns": ("none", staged(block_q=256, tma_store=True, **_BF16)),
+    "bf16, 256 columns, cut": ("none", staged(block_q=256, tma_store=True, stream=True, **_BF16)),
+    "bf16 tn, cut, float32": (
+        "none", staged(p_mn_major=True, q_mn_major=True, d_bytes=4, stream=True, **_BF16)
+    ),
     "bf16, float32, K in 4 parts": ("none", staged(block_q=64, split=4, d_bytes=4, **_BF16)),
     "bf16, swapped": ("none", staged(block_q=16, swap=True, split=2, **_BF16)),
     "bf16 tn": ("none", staged(p_mn_major=True, q_mn_major=True, tma_store=True, **_BF16)),

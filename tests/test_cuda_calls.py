@@ -84,7 +84,8 @@ SETTINGS: dict[str, tuple[Callable[[], None], Callable[[GemmConfig, LaunchSpec],
         lambda: dg_core.set_block_size_multiple_of((16, 96)), lambda config, spec: keeps(config, 16, 96)
     ),
     "batch_invariant": (
-        lambda: dg_core.set_batch_invariant(True), lambda config, spec: config.split == 1
+        lambda: dg_core.set_batch_invariant(True),
+        lambda config, spec: config.split == 1 and not config.stream,
     ),
     "ignore_compile_dims": (lambda: dg_core.set_ignore_compile_dims(True), lambda config, spec: True),
     "tc_util": (lambda: dg_core.set_tc_util(50), lambda config, spec: True),

@@ -192,7 +192,7 @@ def test_clusters_that_fit_are_those_that_the_driver_tells() -> None:
 
 GOLDEN: dict[tuple[str, int, int, int], str] = {
     ("block", 1, 576, 7168): "sm90_fp8_gemm_q8_s16_c1_swap_split8_sp1_sq2_pr40_cr232",
-    ("block", 1, 7168, 16384): "sm90_fp8_gemm_q8_s16_c1_swap_sp1_sq2_pr40_cr232",
+    ("block", 1, 7168, 16384): "sm90_fp8_gemm_q16_s16_c1_swap_sp1_sq2_pr40_cr232",
     ("block", 64, 576, 7168): "sm90_fp8_gemm_q64_s12_c1_split4_pairs_pr40_cr232",
     ("block", 64, 2112, 7168): "sm90_fp8_gemm_q64_s12_c1_split2_pairs_pr40_cr232",
     ("block", 64, 24576, 1536): "sm90_fp8_gemm_q64_s13_c1_pairs_tma",
@@ -201,6 +201,8 @@ GOLDEN: dict[tuple[str, int, int, int], str] = {
     ("block", 1024, 2112, 7168): "sm90_fp8_gemm_q144_s6_ord_pairs_tma",
     ("block", 1024, 576, 7168): "sm90_fp8_gemm_q96_s10_c1_pairs_tma",
     ("block", 1024, 4096, 7168): "sm90_fp8_gemm_q128_s4_u2_tma",
+    ("block", 1024, 7168, 16384): "sm90_fp8_gemm_q128_s4_u2_stream_tma",
+    ("bf16", 1024, 7168, 16384): "sm90_bf16_gemm_q224_s4_sp0_sq0_tma",
     ("block", 4096, 576, 7168): "sm90_fp8_gemm_q144_s6_ord_pairs_tma",
     ("block", 4096, 2112, 7168): "sm90_fp8_gemm_q128_s4_c3_tma_box2_pr32_cr160",
     ("block", 4096, 32768, 512): "sm90_fp8_gemm_q128_s4_c3_tma_box2_pr32_cr160",
@@ -287,7 +289,7 @@ def check(choice: plans.Choice, wishes: Settings = DEFAULT) -> None:
     assert 1 <= choice.blocks <= processors
     assert choice.blocks % config.split == 0
     assert choice.blocks == grid_blocks(config, asked, processors)
-    assert config.split == 1 or not wishes.batch_invariant
+    assert (config.split == 1 and not config.stream) or not wishes.batch_invariant
     block_m, block_n = (config.block_q, config.block_p)[:: 1 if config.swap else -1]
     assert (block_m % wishes.block_multiples[0], block_n % wishes.block_multiples[1]) == (0, 0)
     # Blocks of split tiles do not walk: the grid holds a part of every tile.

@@ -66,6 +66,10 @@ STORE_RATE = 27.7  # bytes a clock and SM; fitted
 BULK_SHARE, ROUNDS_SHARE = 0.48, 0.73
 SPLIT_START = 0.38  # us: a cluster's start and meeting; fitted
 SEND_RATE = 5.8  # bytes a clock and SM of parts that go to another block and are added there; fitted
+# Tiles that are cut along K: bytes a clock and SM of the sums that one block writes and another reads, and of
+# a wave's products what it costs that blocks are no longer at one place of K; fitted to 392 times of such
+# kernels.
+PART_RATE, APART = 15.0, 0.1
 # Times that overlap disturb each other where they are near: the mean of a high power, not the largest alone.
 # In a K block, between filling and computing, and between a block's work, memory and power; fitted.
 LOOP_NEARNESS, FILL_NEARNESS, NEARNESS = 12.8, 4.76, 8.7
@@ -98,6 +102,8 @@ class Profile:
             halvings = math.log2(BOX_COLUMNS / math.gcd(config.block_q, BOX_COLUMNS))
             self.odd += halvings * (CROSSING if config.scale_q == SCALE_BLOCK else ODD)
         self.reduction = 0.0
+        if config.stream:
+            self.reduction = 2 * outputs * 4 / PART_RATE / CLOCK
         if config.split > 1:
             sent = outputs * 4 * (config.split - 1) / config.split
             self.reduction = SPLIT_START + sent / SEND_RATE / CLOCK
@@ -173,15 +179,20 @@ class Work:
         self.wave = self.products + profile.tile_clocks / CLOCK
         filled = k_part * profile.stage_mb
         self.fill, self.card_fill = filled / SM_FILL, filled * config.split / CARD_FILL
+        # Where tiles are cut, a block begins one more than its share; in waves.
+        begun = profile.tile_clocks / CLOCK + APART * self.products
+        self.change = begun / self.wave if config.stream else 0.0
         self.alone = LAUNCH + BEGIN + profile.last_store + profile.reduction
         self.most_rows = 0
         if config.split <= processors:
             shape = (profile.block_m, profile.block_n)
             self.most_rows = most_rows(config.split, shape, n, k_blocks, processors)
 
-    def waves(self, m: int) -> int:
-        """Tiles that the busiest block works on, one after the other."""
-        return -(-self.tiles(m) // self.fit)
+    def waves(self, m: int) -> float:
+        """Tiles that the busiest block works on in turn; where tiles are cut, its share of them and
+        what begins one more. (Blocks beyond the last team do not count: they are 4 of 132 at most.)"""
+        tiles = self.tiles(m)
+        return tiles / self.fit + self.change if self.change else -(-tiles // self.fit)
 
     def tiles(self, m: int) -> int:
         return -(-m // self.rows) * self.along_n
@@ -189,7 +200,7 @@ class Work:
     def us(self, m: int, floor: Floor) -> float:
         """Microseconds of one call."""
         tiles = -(-m // self.rows) * self.along_n  # written out: this is called for every candidate and M
-        waves = -(-tiles // self.fit)
+        waves = tiles / self.fit + self.change if self.change else -(-tiles // self.fit)
         compute = FIRST_LOAD + waves * self.wave
         fill = FIRST_LOAD + max(waves * self.fill, tiles * self.card_fill)
         busy = math.pow(compute**FILL_NEARNESS + fill**FILL_NEARNESS, 1 / FILL_NEARNESS)
@@ -204,9 +215,9 @@ class Work:
             (waves * self.products, profile.loop_bound),
             (max(waves * self.fill, self.tiles(m) * self.card_fill), "fills from the L2"),
             (waves * (self.wave - self.products), "stores and the change of tiles"),
-            (profile.reduction, "adding the parts of split tiles"),
+            (profile.reduction, "adding the parts of tiles"),
         )
-        return Cost(self.us(m, floor), max(parts)[1], waves)
+        return Cost(self.us(m, floor), max(parts)[1], math.ceil(waves))
 
 
 def cost(config: GemmConfig, task: GemmTask, processors: int) -> Cost:

@@ -25,6 +25,7 @@ from .operands import BLOCK, NONE, K, Operands, Stored, plan_operands
 from .plans import Choice, GemmTask, Settings, choose
 from .source import SCALE_ROW, SMEM_BYTES, GemmConfig, gemm_source
 from .tiling import BOX_COLUMNS, CHUNK_ROWS, K_BYTES
+from .workspace import workspace, workspace_bytes
 
 BOX = (16, BOX_COLUMNS)  # rows and columns of D that a warp stores at once
 ARCH = "sm90a"
@@ -51,6 +52,7 @@ class Params(ctypes.Structure):
         ("q_scale", Scale),
         ("d", ctypes.c_void_p),
         ("c", ctypes.c_void_p),
+        ("workspace", ctypes.c_void_p),
         ("d_stride", ctypes.c_int64),
         ("c_stride", ctypes.c_int64),
         ("rows_p", ctypes.c_uint32),
@@ -63,7 +65,6 @@ class Params(ctypes.Structure):
         ("head_width", ctypes.c_uint32),
         ("wide", ctypes.c_uint32),
         ("even", ctypes.c_uint32),
-        ("pad", ctypes.c_uint32 * 2),  # to a multiple of 64 bytes, the alignment of a tensor map
     )
 
 
@@ -140,13 +141,14 @@ def _scale_map(field: str, slot: int, x: Stored, config: GemmConfig, rows: int, 
 
 def launch_spec(
     config: GemmConfig, blocks: int, problem: Gemm, operands: Operands, out: Output, function: Function,
-    slots: Sequence[int], pdl: bool,
+    slots: Sequence[int], pdl: bool, workspace_slot: int | None = None,
 ) -> LaunchSpec:  # fmt: skip
     """One launch of a dense product.
 
     Args:
         blocks: of the grid, whole clusters.
         slots: for each of the primitive's tensors, where its address stands among those of a call.
+        workspace_slot: the same of the workspace, where the kernel takes one.
     """
     params = structs.aligned(Params)
     sides = {"a": (operands.a.result, operands.sfa, A, SFA), "b": (operands.b.result, operands.sfb, B, SFB)}
@@ -175,6 +177,8 @@ def launch_spec(
     if out.c_stride is not None:
         pointers.append((Params.c.offset, slots[C]))
         params.c_stride = out.c_stride
+    if workspace_slot is not None:
+        pointers.append((Params.workspace.offset, workspace_slot))
     params.d_stride = out.d_stride
     params.k_blocks = ceil_div(problem.k * config.element_bytes, K_BYTES)
     left, hole, right = out.heads
@@ -261,9 +265,14 @@ class DensePlan:
         with torch.cuda.device(device):
             function = load(config)
         pdl = settings.get_pdl()
+        self._shared_bytes = shared = workspace_bytes(config, blocks)
+        # The workspace, where there is one, stands before the tensors.
+        first, workspace_slot = (1, 0) if shared else (0, None)
 
         def launcher(slots: Sequence[int]) -> Launcher:
-            return make_launcher(launch_spec(config, blocks, problem, operands, out, function, slots, pdl))
+            slots = [slot + first for slot in slots]
+            spec = launch_spec(config, blocks, problem, operands, out, function, slots, pdl, workspace_slot)
+            return make_launcher(spec)
 
         self._launcher = launcher
         self._launch = launcher(range(LAYOUT))
@@ -275,10 +284,22 @@ class DensePlan:
         layout: Tensor | None = None,
     ) -> None:  # fmt: skip
         tensors = (*self.operands.apply(a, sfa, b, sfb), d, c)
-        self._launch([0 if x is None else x.data_ptr() for x in tensors], raw_stream(self.device))
+        addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        self._start(self._launch, addresses, raw_stream(self.device))
+
+    def _start(self, launch: Launcher, addresses: list[int], stream: int) -> None:
+        """One launch, with a workspace where the kernel takes one."""
+        if self._shared_bytes:
+            with torch.cuda.device(self.device):
+                shared = workspace(self.device, stream, self._shared_bytes)
+                launch([shared.data_ptr(), *addresses], stream)
+        else:
+            launch(addresses, stream)
 
     def _bind(self, positions: Sequence[int]) -> Callable[[list[int]], None]:
         """The same for the addresses of a call, of which the primitive's tensors have ``positions``."""
         launch = self._launcher(positions)
         stream = current_stream(self.device)
+        if self._shared_bytes:
+            return lambda addresses: self._start(launch, addresses, stream())
         return lambda addresses: launch(addresses, stream())

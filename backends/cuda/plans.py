@@ -59,6 +59,7 @@ MAX_STAGES = 16  # 9 KB a stage at least, and 64 KB in flight an SM is what read
 
 SWAPPED_WIDTHS = (8, 16, 32, 64)  # rows of A; more of them fill tiles of 64 and 128 the normal way
 WIDTHS = (*range(64, 145, 8), 160, 192, 224, 256)  # columns of D
+LEAST_CUT = 4 * 128  # 64 x 8 outputs in a tile whose sums blocks may exchange
 SPLIT_WIDTHS = PAIR_WIDTHS = range(64, 145)
 FLAT_WIDTHS = range(64, 145)  # of tiles of 64 rows
 THREE_WIDTHS = (96, 112, 128)  # of tiles of 192 rows
@@ -78,6 +79,7 @@ class _Shape(NamedTuple):
     split: int = 1
     pairs: bool = False
     ordered: bool = False
+    stream: bool = False
     all_boxes: bool = False  # where D leaves by bulk copies, shared memory for a whole tile of it
 
     @property
@@ -150,7 +152,14 @@ def _normal(kind: GemmTask, n: int, all_boxes: bool, settings: Settings) -> tupl
             for consumers, split in itertools.product((1, 2), SPLITS):
                 turns = ordered and consumers == 2
                 found.append(_Shape(width, consumers, split=split, pairs=pairs, ordered=turns))
+    if not all_boxes:  # K is long
+        found += [shape._replace(stream=True) for shape in found if _may_be_cut(shape)]
     return tuple(shape._replace(all_boxes=all_boxes or shape.consumers == 3) for shape in found)
+
+
+def _may_be_cut(shape: _Shape) -> bool:
+    """Large tiles alone are worth cutting along K: of small ones there are enough for all SMs."""
+    return shape.split == 1 and shape.subs * shape.consumers * shape.width >= LEAST_CUT
 
 
 def _last_resort(settings: Settings) -> Iterator[_Shape]:
@@ -261,6 +270,7 @@ def describe(config: GemmConfig) -> str:
     styles = (
         (config.swap, "A and B swapped"),
         (config.split > 1, f"K in {config.split} parts"),
+        (config.stream, "the last tiles cut along K into equal parts"),
         (config.pairs, "two K blocks in flight"),
         (config.ordered, "warpgroups in turns"),
         (config.tma_store, "bulk stores" + (" in rounds" if config.boxes < tile_boxes(config) else "")),

@@ -12,6 +12,8 @@ from dg_core.errors import ArgumentError
 _MAX_N, _N_STEP = 256, 8
 SMEM_BYTES = "smem_bytes"  # the variable of a compiled kernel that holds its dynamic shared memory in bytes
 SCALE_NONE, SCALE_BLOCK, SCALE_ROW = 0, 1, 2  # as in dg/impls/sm90_layout.cuh
+# Blocks that exchange sums, and flags of a block (32 bits, one for each consumer warp), as there.
+MOST_BLOCKS, FLAGS_BLOCK = 256, 16
 # bytes of an element -> what it is called, and wgmma's shape and types after m64n<N>
 _PRODUCTS = {1: ("fp8", "k32.f32.e4m3.e4m3"), 2: ("bf16", "k16.f32.bf16.bf16")}
 
@@ -35,6 +37,7 @@ class GemmConfig:
     subs: int = _constant(1, "u")
     swap: bool = _constant(False, "swap")
     split: int = _constant(1, "split")
+    stream: bool = _constant(False, "stream")
     p_mn_major: bool = _constant(False, "pmn")
     q_mn_major: bool = _constant(False, "qmn")
     scale_p: int = _constant(SCALE_ROW, "sp")

@@ -9,7 +9,7 @@ import functools
 import math
 from dataclasses import dataclass
 
-from .source import SCALE_BLOCK, SCALE_NONE, SCALE_ROW, GemmConfig
+from .source import MOST_BLOCKS, SCALE_BLOCK, SCALE_NONE, SCALE_ROW, GemmConfig
 
 SMEM_LIMIT = 232448  # bytes of dynamic shared memory that a block of sm_90 may have
 K_BYTES = 128  # of a row in one stage: a K block
@@ -204,6 +204,7 @@ def _combination(config: GemmConfig) -> str:
         (not config.tma_store or config.block_q >= BOX_COLUMNS, "a bulk store takes boxes of 64 columns"),
         (1 <= config.boxes <= boxes, f"boxes is {config.boxes}; a warp may have 1 to {boxes}"),
         (not config.ordered or config.consumers == 2, "turns are taken by two warpgroups"),
+        (not config.stream or not (config.swap or config.split > 1), "tiles are cut whole and in registers"),
     )  # fmt: skip
     return next((words for ok, words in rules if not ok), "")
 
@@ -236,6 +237,8 @@ def most_rows(split: int, tile: tuple[int, int], n: int, k_blocks: int, processo
 
 def grid_blocks(config: GemmConfig, task: GemmTask, processors: int) -> int:
     """Blocks to launch: all parts of split tiles, else what the SMs take at once; those walk the tiles."""
+    if config.stream:
+        return processors
     block_m, block_n = tile(config)
     tiles = -(-task.m // block_m) * -(-task.n // block_n)
     return tiles * config.split if config.split > 1 else min(tiles, processors)
@@ -263,8 +266,9 @@ def illegal_config(config: GemmConfig, task: GemmTask, settings: Settings = DEFA
             return f"{name} is {getattr(config, name)!r}; this product needs {value!r}"
     if config.tma_store and task.plain_store:
         return "D cannot leave by bulk copies"
-    if config.split > 1 and settings.batch_invariant:
-        return f"split is {config.split}; results would depend on M"
+    if (config.split > 1 or config.stream) and settings.batch_invariant:
+        cut = "tiles are cut along K" if config.stream else f"split is {config.split}"
+        return f"{cut}; results would depend on M"
     for axis, size, multiple in zip("mn", tile(config), settings.block_multiples, strict=True):
         if size % multiple:
             return f"block_{axis} is {size}; it must be a multiple of {multiple}"
@@ -275,6 +279,8 @@ def illegal_size(config: GemmConfig, task: GemmTask, processors: int) -> str:
     """The part of ``legal`` that depends on sizes and on the SMs."""
     if config.split > processors:
         return f"a cluster of {config.split} blocks does not fit into {processors} processors"
+    if config.stream and processors > MOST_BLOCKS:
+        return f"there are {processors} processors; blocks that exchange sums have flags for {MOST_BLOCKS}"
     if config.split > max(task.k_blocks, 1):
         return f"split is {config.split}; there are {task.k_blocks} blocks of K"
     if config.tma_store and task.n * task.d_bytes % STORE_BYTES:

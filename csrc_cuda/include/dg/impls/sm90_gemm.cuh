@@ -6,6 +6,7 @@
 // the tiles in waves (tiles.cuh). What Config's constants mean, and which go together, says sm90_layout.cuh.
 #pragma once
 
+#include <dg/epilogue/parts.cuh>
 #include <dg/epilogue/store.cuh>
 #include <dg/mma/load.cuh>
 
@@ -32,13 +33,20 @@ __device__ __forceinline__ void make_barriers(const Params& params, const Room<C
 template <class C, class Instruction>
 __device__ __forceinline__ void consume(const Params& params, const Room<C>& room, const Tiles<C>& tiles,
                                         u32 w) {
-    Multiplier<C, Instruction> me(params, room, tiles, w);
+    Multiplier<C, Instruction> me(params, room, w);
     const Store<C, Instruction> store(params, room);
+    const Parts<C, Instruction> parts{params, tiles};
     if (w == 1)
         me.pass_turn();  // the first turn belongs to warpgroup 0
     tiles.for_each([&](Tile tile, Tile next) {
         typename Multiplier<C, Instruction>::Totals total;
-        me.run(total, tile, next, tiles);
+        me.run(total, tile, next);
+        if constexpr (C::kStream) {
+            if (tile.last_k < params.k_blocks)
+                return parts.give(total, me);
+            if (tile.first_k > 0)
+                parts.take(total, me);
+        }
         store.run(total, me, tile);
     });
     store.finish(me.lane);

@@ -11,6 +11,7 @@
 //   kConsumers      warpgroups that multiply; kSubs: 64-row parts that each has
 //   kSwap           P is B
 //   kSplit          blocks of a cluster that share a tile, each with its part of K
+//   kStream         the last tiles are cut along K into equal parts, one for each block of the grid
 //   kPMnMajor, kQMnMajor    the operand's rows are its contiguous axis (bfloat16)
 //   kScaleP, kScaleQ        per K block: kScaleNone, kScaleBlock (one for 128 rows), kScaleRow (one for each)
 //   kScaleKMajor    the row scales are stored with K as their contiguous axis (one side alone has them)
@@ -32,6 +33,8 @@ using namespace dg::ptx;
 
 constexpr u32 kBlockK = 128;  // bytes of K in one stage: a row of a tile fills the 128-byte swizzle
 constexpr u32 kWarpgroup = 128;
+// Blocks that a workspace has flags for, and flags of a block, one for each consumer warp.
+constexpr u32 kMostBlocks = 256, kFlagsBlock = 16;
 constexpr u32 kScaleNone = 0, kScaleBlock = 1, kScaleRow = 2;
 // A tile whose rows are contiguous lies in chunks of 64 rows by 64 of K.
 constexpr u32 kChunkRows = 64, kChunkBytes = 64 * 128;
@@ -47,7 +50,8 @@ struct Params {
     TensorMap p_map, q_map, p_scale_map, q_scale_map, d_map;
     Scale p_scale, q_scale;  // of 128 rows in the main loop; of whole rows in the epilogue
     void* d;
-    const void* c;  // null: nothing is added
+    const void* c;    // null: nothing is added
+    void* workspace;  // of kStream: flags, which are clear, then room for the sums of one tile a block
     i64 d_stride, c_stride;
     u32 rows_p, rows_q, k_blocks;
     u32 tiles_p, tiles_q;
@@ -90,6 +94,7 @@ struct Layout {
     static constexpr u32 kThreads = kWarpgroup * (C::kConsumers + 1);
 
     static_assert(!C::kTmaStore || (!kGather && C::kDBytes == 2), "a bulk store takes bfloat16 rows of D");
+    static_assert(!C::kStream || !kGather, "tiles that are cut keep their sums in registers");
     static_assert(!(C::kPMnMajor || C::kQMnMajor) || C::kElementBytes == 2, "FP8 is multiplied K-major");
     static_assert(!C::kTmaStore || (C::kBoxes > 0 && C::kBoxes <= kTileBoxes), "a box has 64 columns");
     static_assert(C::kScaleSteps == 1 || (C::kScaleP == kScaleRow && C::kScaleQ == kScaleRow && !C::kPairs),

@@ -42,7 +42,7 @@ struct Loader {
         Ring<C::kStages> ring;
         tiles.for_each([&](Tile tile, Tile) {
             const u32 row_p = tile.p * L::kBlockP, row_q = tile.q * C::kBlockQ;
-            for (u32 k = tiles.first_k; k < tiles.last_k; ++k, ring.advance()) {
+            for (u32 k = tile.first_k; k < tile.last_k; ++k, ring.advance()) {
                 const u32 s = ring.stage;
                 const Shared ready = room.full + s * 8;
                 mbarrier_wait(room.empty + s * 8, ring.parity ^ 1);

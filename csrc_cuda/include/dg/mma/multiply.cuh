@@ -43,15 +43,14 @@ struct Multiplier {
     bool first_tile = true;
     typename M::Blocks blocks;
 
-    __device__ __forceinline__ Multiplier(const Params& all, const Room<C>& block, const Tiles<C>& tiles,
-                                          u32 warpgroup)
+    __device__ __forceinline__ Multiplier(const Params& all, const Room<C>& block, u32 warpgroup)
         : params(all),
           room(block),
           w(warpgroup),
           warp(threadIdx.x % kWarpgroup / 32),
           lane(threadIdx.x % 32),
           part(w * C::kSubs * 64),
-          blocks(all, tiles, part) {
+          blocks(all, part) {
         const Shared rows_p = room.stage_p(0) + part * kBlockK, rows_q = room.stage_q(0);
         p = C::kPMnMajor ? descriptor_mn128(rows_p, kChunkBytes) : descriptor_k128(rows_p);
         q = C::kQMnMajor ? descriptor_mn128(rows_q, kChunkBytes) : descriptor_k128(rows_q);
@@ -123,22 +122,22 @@ struct Multiplier {
     }
 
     // Multiplies one tile.
-    __device__ __forceinline__ void run(Totals& total, Tile tile, Tile following, const Tiles<C>& tiles) {
+    __device__ __forceinline__ void run(Totals& total, Tile tile, Tile following) {
 #pragma unroll
         for (u32 sub = 0; sub < C::kSubs; ++sub)
 #pragma unroll
             for (u32 i = 0; i < kSums; ++i)
                 total[sub][i] = 0.0f;
         if constexpr (C::kElementBytes == 2)
-            accumulate(total, tiles);
+            accumulate(total, tile);
         else
-            promote(total, tile, following, tiles);
+            promote(total, tile, following);
         first_tile = false;
     }
 
-    __device__ __forceinline__ void accumulate(Totals& total, const Tiles<C>& tiles) {
+    __device__ __forceinline__ void accumulate(Totals& total, Tile tile) {
         u32 before = 0;
-        for (u32 k = tiles.first_k; k < tiles.last_k; ++k) {
+        for (u32 k = tile.first_k; k < tile.last_k; ++k) {
             const Stage stage = wait_full();
             wgmma_fence();
 #pragma unroll
@@ -148,7 +147,7 @@ struct Multiplier {
             advance();
             look_ahead();
             wgmma_wait<1>();
-            if (k > tiles.first_k)
+            if (k > tile.first_k)
                 room.release(before, lane);
             before = stage.index;
         }
@@ -156,28 +155,27 @@ struct Multiplier {
 #pragma unroll
         for (u32 sub = 0; sub < C::kSubs; ++sub)
             pin(total[sub]);
-        if (tiles.first_k < tiles.last_k)
+        if (tile.first_k < tile.last_k)
             room.release(before, lane);
     }
 
-    __device__ __forceinline__ void promote(Totals& total, Tile tile, Tile following, const Tiles<C>& tiles) {
-        const u32 count = tiles.last_k - tiles.first_k;
+    __device__ __forceinline__ void promote(Totals& total, Tile tile, Tile following) {
+        const u32 count = tile.last_k - tile.first_k;
         blocks.begin(tile, following, first_tile);
         auto scales = [&](u32 block) { return blocks.at(block, tile, following); };
         Factor f = scales(0);
         u32 block = 0;
         if constexpr (C::kPairs)
             for (; block + 1 < count; block += 2)
-                promote_two(total[0], f, block, tiles, scales);
+                promote_two(total[0], f, tile.first_k + block, block, scales);
         for (; block < count; ++block)
-            promote_one(total, f, block, tiles, scales);
+            promote_one(total, f, tile.first_k + block, block, scales);
     }
 
     // Two K blocks in flight: the tensor core has the second one while the first one is promoted.
     template <class Scales>
-    __device__ __forceinline__ void promote_two(float (&total)[kSums], Factor& f, u32 block,
-                                                const Tiles<C>& tiles, Scales scales) {
-        const u32 k = tiles.first_k + block;
+    __device__ __forceinline__ void promote_two(float (&total)[kSums], Factor& f, u32 k, u32 block,
+                                                Scales scales) {
         float sum[kSums], other[kSums];
         const Stage first = wait_full();
         advance();
@@ -219,12 +217,10 @@ struct Multiplier {
     }
 
     template <class Scales>
-    __device__ __forceinline__ void promote_one(Totals& total, Factor& f, u32 block, const Tiles<C>& tiles,
-                                                Scales scales) {
+    __device__ __forceinline__ void promote_one(Totals& total, Factor& f, u32 k, u32 block, Scales scales) {
         // Row scales before the products of a stage: afterwards their way from shared memory would delay the
         // second product. Those of Q's columns or of four steps are too many to be kept for all parts.
         constexpr bool kEarly = C::kScaleQ != kScaleRow && C::kScaleSteps == 1;
-        const u32 k = tiles.first_k + block;
         const Stage stage = wait_full();
         Columns columns;
         Product products[C::kSubs];

@@ -40,21 +40,16 @@ struct Promotion {
 
         const Params& params;
         u32 first_row, lane;  // of the warpgroup in a tile; in the warp
-        u32 first_k, count;   // K blocks of a tile
         Chunk now, ahead;
         u32 before = kGroups;  // groups of the tile before the boundary
 
-        __device__ __forceinline__ Blocks(const Params& all, const Tiles<C>& tiles, u32 row)
-            : params(all),
-              first_row(row),
-              lane(threadIdx.x % 32),
-              first_k(tiles.first_k),
-              count(tiles.last_k - tiles.first_k) {}
+        __device__ __forceinline__ Blocks(const Params& all, u32 row)
+            : params(all), first_row(row), lane(threadIdx.x % 32) {}
 
         __device__ __forceinline__ Chunk fetch(Tile tile, u32 block) const {
             Chunk chunk{1.0f, 1.0f, 1.0f};
-            const bool inside = block + lane < count;
-            const u32 k = first_k + block + lane;
+            const u32 k = tile.first_k + block + lane;
+            const bool inside = k < tile.last_k;
             if constexpr (kP) {
                 const u32 index = min(tile.p * L::kBlockP + first_row, params.rows_p - 1) / 128;
                 const Scale& s = params.p_scale;
@@ -74,7 +69,7 @@ struct Promotion {
         __device__ __forceinline__ void begin(Tile tile, Tile next, bool first_tile) {
             if constexpr (kP || kQ) {
                 now = first_tile ? fetch(tile, 0) : ahead;
-                ahead = count > kChunk ? fetch(tile, kChunk) : fetch(next, 0);
+                ahead = tile.last_k - tile.first_k > kChunk ? fetch(tile, kChunk) : fetch(next, 0);
                 if constexpr (kCrosses)
                     before = (128 - tile.q * C::kBlockQ % 128) / 8;
             }
@@ -84,6 +79,7 @@ struct Promotion {
         __device__ __forceinline__ Factor at(u32 block, Tile tile, Tile next) {
             Factor f{1.0f, 1.0f, 1.0f, 1.0f};
             if constexpr (kP || kQ) {
+                const u32 count = tile.last_k - tile.first_k;
                 if (block % kChunk == 0 && block > 0 && block < count) {
                     now = ahead;
                     ahead = block + kChunk < count ? fetch(tile, block + kChunk) : fetch(next, 0);

@@ -1,0 +1,44 @@
+"""Memory in which the blocks of one kernel exchange sums: flags, which are clear between launches, then room
+for one tile's sums a block (``dg/epilogue/parts.cuh``).
+
+Launches share it as long as they run one after the other, so that each stream has its own. A graph gets one
+for each launch, out of the graph's memory pool, and clears its flags whenever it is replayed: graphs that
+were captured on one stream may be replayed on several.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+from .source import FLAGS_BLOCK, MOST_BLOCKS, GemmConfig
+
+FLAG_BYTES = MOST_BLOCKS * FLAGS_BLOCK * 4
+
+_guard = threading.Lock()
+_held: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def workspace_bytes(config: GemmConfig, blocks: int) -> int:
+    """Bytes that a grid of so many blocks needs; 0 for kernels whose blocks exchange nothing."""
+    return FLAG_BYTES + blocks * config.block_p * config.block_q * 4 if config.stream else 0
+
+
+def workspace(device: torch.device, stream: int, size: int) -> Tensor:
+    """At least ``size`` bytes for a launch on the device's current stream, whose handle is ``stream``."""
+    if torch.cuda.is_current_stream_capturing():
+        return _fresh(device, size)
+    held = _held.get((device, stream))
+    if held is None or held.numel() < size:
+        with _guard:
+            # What is replaced goes back to the stream that used it, in the order of that stream.
+            held = _held[device, stream] = _fresh(device, size)
+    return held
+
+
+def _fresh(device: torch.device, size: int) -> Tensor:
+    made = torch.empty(size, dtype=torch.uint8, device=device)
+    made[:FLAG_BYTES].zero_()
+    return made
