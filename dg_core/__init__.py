@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from .hyperconnection import *  # noqa: F403
     from .layout import *  # noqa: F403
     from .logits import *  # noqa: F403
+    from .mega.api import *  # noqa: F403
+    from .mega.baseline import *  # noqa: F403
+    from .mega.buffer import *  # noqa: F403
+    from .mega.weights import *  # noqa: F403
     from .quant import *  # noqa: F403
     from .scales import *  # noqa: F403
 
@@ -36,8 +40,8 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     ),
     "dispatch": ("use_backend",),
     "errors": (
-        "ArgumentError", "BackendUnavailable", "BuildError", "DGError", "DTypeError", "DeviceError",
-        "ShapeError", "UnsupportedError",
+        "ArgumentError", "BackendUnavailable", "BuildError", "CommError", "CommTimeoutError", "DGError",
+        "DTypeError", "DeviceError", "PeerLostError", "ShapeError", "UnsupportedError",
     ),
     "gemm": (
         "bf16_bmm_nt", "bf16_gemm_nn", "bf16_gemm_nt", "bf16_gemm_tn", "bf16_gemm_tt", "cublaslt_gemm_nn",
@@ -66,6 +70,20 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
         "fp8_fp4_mqa_logits", "fp8_fp4_paged_mqa_logits", "fp8_mqa_logits", "fp8_paged_mqa_logits",
         "get_paged_mqa_logits_metadata",
     ),
+    "mega.api": (
+        "bf16_mega_moe", "fp8_block_mega_moe", "fp8_fp4_mega_moe", "fp8_w8a8_mega_moe", "mega_moe_k1",
+        "mega_moe_k2", "mega_moe_k3", "mega_moe_pre_dispatch",
+    ),
+    "mega.baseline": (
+        "deepep_deepgemm_postprocess_channelwise", "deepep_deepgemm_preprocess_channelwise",
+        "get_mega_moe_hip_build_config", "pre_dispatch_fp8_channelwise_out",
+    ),
+    "mega.buffer": ("SymmBuffer", "get_symm_buffer_for_mega_moe", "token_alignment_for_mega_moe"),
+    "mega.weights": (
+        "cast_grouped_weight_to_fp8_channelwise", "cast_to_fp8_channelwise",
+        "transform_fp8_weights_for_mega_moe", "transform_weights_for_mega_moe",
+        "transform_weights_for_mega_moe_sm90", "weight8bit_nt_kpack2_marlin",
+    ),
     "quant": (
         "cast_back_from_fp4", "per_block_cast_to_fp8", "per_channel_cast_to_fp8",
         "per_custom_dims_cast_to_fp8", "per_token_cast_to_fp4", "per_token_cast_to_fp8",
@@ -78,7 +96,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
-_SUBMODULES = ("backends", "compat", "config", "layout", "quant", "samples", "testing")
+_SUBMODULES = ("backends", "compat", "config", "layout", "mega", "quant", "samples", "symm", "testing")
 
 __all__ = ["__version__", *sorted(_HOME)]
 

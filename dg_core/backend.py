@@ -7,14 +7,19 @@ tensors, and the front keeps the plan for as long as the same shapes, strides, d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, get_args, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from .layout import ScaleFormat
+
+if TYPE_CHECKING:
+    from .mega.layout import SymmLayout
+    from .mega.routing import Launch
+    from .symm import Exchange
 
 
 @dataclass(frozen=True)
@@ -262,4 +267,69 @@ class Detailed(Protocol):
 
     def details(self) -> dict[str, str]:
         """Label -> words, for ``doctor``: which parts are in use, and why. It may need no device."""
+        ...
+
+
+# Mega MoE ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MegaMoe:
+    """A mixture of experts over ranks that share memory: what a backend needs to know of a buffer.
+
+    It is no ``Problem``: its operand is an object with a state, the symmetric buffer, so it is bound once for
+    each buffer instead of being planned for each shape.
+    """
+
+    op: str
+    mma_type: str
+    rank: int
+    layout: SymmLayout
+
+
+@dataclass(frozen=True)
+class MegaCall:
+    """One call. ``launch`` is what routing has decided; ``l1`` and ``l2`` are the transformed weights.
+
+    ``num_tokens`` counts this rank's rows; in a graph it is the bucket, and the stages read the buffer's
+    scalar. ``clamp`` is inf where there is none.
+    """
+
+    op: str
+    launch: Launch
+    num_tokens: int
+    l1: Any
+    l2: Any
+    y: Tensor | None
+    stats: Tensor | None
+    clamp: float
+    fast_math: bool
+
+
+class MegaStages(Protocol):
+    """The stages of Mega MoE, bound to one buffer."""
+
+    def k1(self, call: MegaCall) -> None:
+        """Wait for all ranks, take the rows of local experts, multiply by L1."""
+        ...
+
+    def k2(self, call: MegaCall) -> None:
+        """SwiGLU, routing weight, requantisation."""
+        ...
+
+    def k3(self, call: MegaCall) -> None:
+        """Multiply by L2, hand rows back, wait for all ranks, add the slots of each token."""
+        ...
+
+    def fused(self, call: MegaCall) -> None:
+        """The three of them in one launch."""
+        ...
+
+
+@runtime_checkable
+class MegaCapable(Protocol):
+    """A backend that has Mega MoE."""
+
+    def mega(self, problem: MegaMoe, exchange: Exchange, views: Mapping[str, Tensor]) -> MegaStages:
+        """The stages for one buffer; ``views`` are its regions by name, of this rank."""
         ...

@@ -65,12 +65,50 @@ _TABLE = (
     _v("Debug and profiling", "DG_JIT_DUMP_SASS", "flag", False, "Write SASS beside each cached kernel."),
     _v("Debug and profiling", "DG_USE_NVIDIA_TOOLS", "flag", False,
        "Set when an external profiler is attached: bench_kineto runs the function once, unmeasured."),
-    _v("Debug and profiling", "DG_COMM_KERNEL_DEBUG", "flag", False,
-       "Zero the symmetric buffer of Mega MoE after each call, so that stale data shows."),
     _v("cuBLASLt", "DG_USE_PYTORCH_CUBLASLT_HANDLE", "flag", False,
        "Accepted for compatibility: cublaslt_gemm_* always runs on PyTorch's own handle here."),
     _v("cuBLASLt", "DG_USE_TEMP_CUBLASLT_WORKSPACE", "flag", False,
        "Accepted for compatibility: the workspace always belongs to PyTorch here."),
+    _v("Mega MoE", "DG_MEGA_MODE", "str", None,
+       "staged, persistent or auto (by the threshold). Unset: MEGAMOE_DCU_USE_LARGE_OPT_3STAGE. This and the "
+       "next ones are read when a buffer is made."),
+    _v("Mega MoE", "DG_MEGA_STAGED_THRESHOLD", "int", None,
+       "In mode auto a call with more tokens than this takes the staged path. Unset: "
+       "MEGAMOE_DCU_LARGE_OPT_3STAGE_TOKEN_THRESHOLD."),
+    _v("Mega MoE", "DG_MEGA_TAIL_REDUCE", "str", None,
+       "1 adds the slots of each token in the tail of the last stage, 0 in a kernel of its own. Unset: "
+       "K3_USE_ASM_TAIL_REDUCE."),
+    _v("Mega MoE", "DG_MEGA_SKIP_ROWS_MIN_TOKENS", "int", None,
+       "The second stage skips rows without tokens from so many tokens on, in a graph always. Unset: "
+       "K2_SKIP_INACTIVE_ROWS_MIN_TOKENS."),
+    _v("Mega MoE", "DG_MEGA_PREBUILD", "str", None,
+       "How the first stage prepares routes: auto, asm, asm_route or compact. Unset: K1_PREBUILD_MODE."),
+    _v("Mega MoE", "DG_MEGA_REDUCE_THREADS", "int", None,
+       "Threads of a block of the reduction, brought into 64 to 256. Unset: K3_REDUCE_THREADS."),
+    _v("Mega MoE", "DG_MEGA_WEIGHT_CAST_CHUNK_ROWS", "int", None,
+       "Rows that a cast of grouped weights takes at once; 0 or less takes all. Unset: "
+       "MEGAMOE_DCU_WEIGHT_CAST_CHUNK_ROWS."),
+    _v("Mega MoE", "MEGAMOE_DCU_USE_LARGE_OPT_3STAGE", "str", "auto",
+       "1, true, yes, on, large_opt, 3stage, staged or force: the staged path; auto, threshold or adaptive: "
+       "by the number of tokens; anything else: the persistent path."),
+    _v("Mega MoE", "MEGAMOE_DCU_LARGE_OPT_3STAGE_TOKEN_THRESHOLD", "int", 128,
+       "Tokens above which mode auto takes the staged path."),
+    _v("Mega MoE", "K3_USE_ASM_TAIL_REDUCE", "str", "1",
+       "1, true, yes, on or tail-reduce: as DG_MEGA_TAIL_REDUCE=1."),
+    _v("Mega MoE", "K2_SKIP_INACTIVE_ROWS_MIN_TOKENS", "int", 1536, "As DG_MEGA_SKIP_ROWS_MIN_TOKENS."),
+    _v("Mega MoE", "K1_PREBUILD_MODE", "str", "auto", "As DG_MEGA_PREBUILD."),
+    _v("Mega MoE", "K3_REDUCE_THREADS", "int", 128, "As DG_MEGA_REDUCE_THREADS."),
+    _v("Mega MoE", "MEGAMOE_DCU_WEIGHT_CAST_CHUNK_ROWS", "int", 8192, "As DG_MEGA_WEIGHT_CAST_CHUNK_ROWS."),
+    _v("Mega MoE", "DG_COMM_KERNEL_DEBUG", "flag", False,
+       "Zero the symmetric buffer of Mega MoE after each call, so that stale data shows."),
+    _v("Peer memory", "DG_SYMM_PROVIDER", "str", "auto",
+       "How ranks share memory: auto, torch-symmetric, cuda-ipc, hip-ipc, posix-shm or all-to-all."),
+    _v("Peer memory", "DG_COMM_TIMEOUT_S", "int", 60,
+       "Seconds after which a rank that waits for another gives up, with an error that names it."),
+    _v("Peer memory", "DG_COMM_CHECK_UNIFORM", "flag", False,
+       "Compare the path that every rank takes at each call, and raise on all where two differ."),
+    _v("Peer memory", "DG_SHM_DIR", "path", None,
+       "Folder of the shared memory of CPU ranks. Unset: /dev/shm."),
     _v("Tests", "DG_MQA_NUM_CASES", "int", None,
        "Run only this many randomly drawn MQA cases of the benchmarks."),
     _v("Build", "DG_SKIP_CUDA_BUILD", "flag", False, "Install without building the native CUDA launcher."),
@@ -86,6 +124,8 @@ _TABLE = (
     _v("Launch", "MASTER_PORT", "int", 8361, "Port at which the ranks of init_dist meet."),
     _v("Launch", "WORLD_SIZE", "int", 1, "init_dist: number of nodes."),
     _v("Launch", "RANK", "int", 0, "init_dist: number of this node."),
+    _v("Launch", "DG_TESTING_STORE_PORT", "int", None,
+       "Set for the ranks that the test programs of Mega MoE start: port of the store at which they meet."),
 )  # fmt: skip
 
 VARIABLES: Mapping[str, Variable] = {variable.name: variable for variable in _TABLE}
@@ -119,10 +159,35 @@ def env(name: str) -> Any:
         ArgumentError: the text in the environment does not parse; the message names variable, text and rule.
     """
     if name not in _values:
-        variable = VARIABLES[name]
-        text = os.environ.get(name)
-        _values[name] = variable.default if text is None or text == "" else _parse(variable, text)
+        _values[name] = fresh(name)
     return _values[name]
+
+
+def fresh(name: str) -> Any:
+    """The value of a declared variable as the environment has it now, whatever ``env`` keeps.
+
+    For what is read when an object is made: programs change such variables between two of them.
+
+    Raises:
+        ArgumentError: as for ``env``.
+    """
+    variable = VARIABLES[name]
+    text = os.environ.get(name)
+    return variable.default if text is None or text == "" else _parse(variable, text)
+
+
+def environment() -> dict[str, str]:
+    """A copy of all environment variables, for a process that is to be started."""
+    return dict(os.environ)
+
+
+def disable_multicast() -> None:
+    """Keep torch's symmetric memory from creating multicast objects in this process.
+
+    It makes them when ranks meet, so this comes before the first allocation; launchers that want to be sure
+    export the variable too.
+    """
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
 
 
 def is_set(name: str) -> bool:

@@ -37,5 +37,39 @@ class BackendUnavailable(DGError, ImportError):  # noqa: N818, it names a state
     """The backend that was asked for cannot run here; the message holds the reason and what mends it."""
 
 
+class CommError(DGError):
+    """Ranks that work together cannot go on; every rank that is left raises one of this kind.
+
+    Attributes:
+        rank: the rank that raises. peer: the rank that is to blame, -1 where that is not one rank.
+        phase: the step that was running, a name of ``symm.PHASES``.
+        generation: the collective call of the buffer, counted from 1; 0 before the first.
+    """
+
+    def __init__(
+        self, words: str, *, rank: int = -1, peer: int = -1, phase: str = "", generation: int = 0
+    ) -> None:
+        super().__init__(words)
+        self.rank, self.peer, self.phase, self.generation = rank, peer, phase, generation
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _comm_error, (type(self), str(self), self.rank, self.peer, self.phase, self.generation)
+
+
+def _comm_error(
+    kind: type[CommError], words: str, rank: int, peer: int, phase: str, generation: int
+) -> CommError:
+    """What a pickle of a CommError holds is made anew by this."""
+    return kind(words, rank=rank, peer=peer, phase=phase, generation=generation)
+
+
+class CommTimeoutError(CommError, TimeoutError):
+    """A rank did not come within DG_COMM_TIMEOUT_S; the message names it and the step."""
+
+
+class PeerLostError(CommError, ConnectionError):
+    """The process of a rank has ended while others waited for it; the message names it and the step."""
+
+
 class BuildError(DGError):
     """A kernel did not compile; the message holds the command, the path of the log and its last lines."""

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import dg_core
 import dg_core.compat
 
 COMPAT = Path(dg_core.compat.__file__).parent
@@ -87,11 +88,10 @@ def test_vllm_resolves_the_installed_package_first(third_party: Path) -> None:
     dg_core.compat.install()
     try:
         lazy = Lazy()
-        for name in VLLM_SYMBOLS:
+        for name in (*VLLM_SYMBOLS, *VLLM_MEGA_SYMBOLS):
             assert getattr(lazy, name).__name__ != "missing", name
-        for name in VLLM_MEGA_SYMBOLS:  # these come with Mega MoE; until then vLLM's own stub answers
-            with pytest.raises(RuntimeError, match="is missing"):
-                getattr(lazy, name)()
+        with pytest.raises(RuntimeError, match="no_such_gemm is missing"):
+            lazy.no_such_gemm()
         assert lazy.module is dg_core.compat.deep_gemm  # type: ignore[attr-defined]
         assert lazy.reasons == []
     finally:
@@ -102,11 +102,14 @@ def test_vllm_with_this_package_vendored(third_party: Path) -> None:
     """A link to the folder, or a copy, under another name: nothing in it knows what it is called."""
     os.symlink(COMPAT / "deep_gemm", third_party / "deep_gemm")
     lazy = Lazy()
-    assert all(getattr(lazy, name).__name__ != "missing" for name in VLLM_SYMBOLS)
+    for name in (*VLLM_SYMBOLS, *VLLM_MEGA_SYMBOLS):
+        assert getattr(lazy, name).__name__ != "missing", name
     assert lazy.module is not None
     assert lazy.module.__name__ == "vllm.third_party.deep_gemm"
     utils = importlib.import_module("vllm.third_party.deep_gemm.utils.layout")
     assert utils.get_tma_aligned_size(5, 4) == 8
+    mega = importlib.import_module("vllm.third_party.deep_gemm.mega")
+    assert mega.SymmBuffer is dg_core.SymmBuffer
     a, b = (torch.randint(-8, 9, shape).float() for shape in ((9, 256), (128, 256)))
     sfa, sfb, out = torch.full((9, 2), 0.5), torch.full((1, 2), 4.0), torch.empty(9, 128)
     lazy.fp8_gemm_nt((a.to(torch.float8_e4m3fn), sfa), (b.to(torch.float8_e4m3fn), sfb), out)

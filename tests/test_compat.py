@@ -27,8 +27,8 @@ dg: Any = importlib.import_module("dg_core.compat.deep_gemm")
 # install and uninstall ------------------------------------------------------------------------------------
 
 
-def entries() -> dict[str, Any]:
-    return {key: value for key, value in sys.modules.items() if key.partition(".")[0] == "deep_gemm"}
+def entries(name: str = "deep_gemm") -> dict[str, Any]:
+    return {key: value for key, value in sys.modules.items() if key.partition(".")[0] == name}
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_install_and_uninstall() -> None:
     )
     compat.install()
     compat.install()  # a second time changes nothing
-    assert compat.installed() == ("deep_gemm",)
+    assert compat.installed() == ("deep_gemm", "megamoe")
     import deep_gemm  # type: ignore[import-not-found]
     import deep_gemm.utils.layout as layout  # type: ignore[import-not-found]
     from deep_gemm.testing.bench import bench_kineto  # type: ignore[import-not-found]
@@ -62,25 +62,25 @@ def test_install_and_uninstall() -> None:
     compat.uninstall()
     compat.uninstall()
     assert not entries()
+    assert not entries("megamoe")
     assert compat.installed() == ()
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("deep_gemm")
 
 
 @pytest.mark.usefixtures("clean")
-def test_every_module_is_loaded_once() -> None:
+@pytest.mark.parametrize("name", ["deep_gemm", "megamoe"])
+def test_every_module_is_loaded_once(name: str) -> None:
     """A part loaded a second time under its new name would have state and types of its own."""
     compat.install()
-    for key in entries():
+    for key in entries(name):
         module = importlib.import_module(key)
         assert module.__name__ == "dg_core.compat." + key
         assert module is sys.modules[module.__name__]
-    files = {
-        path.relative_to(ROOT / "dg_core/compat")
-        for path in (ROOT / "dg_core/compat/deep_gemm").rglob("*.py")
-    }
+    home = ROOT / "dg_core/compat"
+    files = {path.relative_to(home) for path in (home / name).rglob("*.py")}
     names = {".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in files}
-    assert set(entries()) == names
+    assert set(entries(name)) == names
 
 
 def another_deep_gemm() -> dict[str, types.ModuleType]:
@@ -98,6 +98,9 @@ def test_another_package_that_was_imported_stays_unless_forced() -> None:
     ):
         compat.install()
     assert entries() == other
+    assert not entries("megamoe")  # all names or none
+    compat.install("megamoe")  # who wants the other name alone is not kept from it
+    assert compat.installed() == ("megamoe",)
     compat.install(force=True)
     assert sys.modules["deep_gemm"] is dg
     assert "deep_gemm._C" not in sys.modules
@@ -113,7 +116,7 @@ def test_a_package_that_came_after_install() -> None:
     for key in entries():
         del sys.modules[key]
     sys.modules.update(other)
-    assert compat.installed() == ()
+    assert compat.installed() == ("megamoe",)
     with pytest.raises(ArgumentError):
         compat.install()
     compat.install(force=True)
@@ -145,7 +148,7 @@ def test_install_wins_over_a_package_on_the_path(tmp_path: Path, monkeypatch: py
 @pytest.mark.usefixtures("clean")
 def test_names_are_checked() -> None:
     for function in (compat.install, compat.uninstall):
-        with pytest.raises(ArgumentError, match=r"'deepgemm'; known: deep_gemm"):
+        with pytest.raises(ArgumentError, match=r"'deepgemm'; known: deep_gemm, megamoe"):
             function(["deep_gemm", "deepgemm"])
     assert not entries()
     compat.install("deep_gemm")
@@ -164,6 +167,8 @@ dg_core.compat.install()
 import deep_gemm
 from deep_gemm import *
 from deep_gemm.testing import *
+import megamoe
+from megamoe import *
 assert not spawned, spawned
 assert not torch.cuda.is_initialized()
 assert not [name for name in sys.modules if name.startswith("dg_core.backends.")]

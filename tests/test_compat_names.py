@@ -33,6 +33,9 @@ PACK_K = "sf, grouped_layout, ks_cpu, gran_k, k_alignment, use_psum_layout=False
 TRANSFORM = "sf, mn, k, recipe, num_groups=None, is_sfa=None, disable_ue8m0_cast=False, psum_layout=None"
 KINETO = "fn, kernel_names, num_tests=30, suppress_kineto_output=False, trace_path=None, flush_l2=True, "
 KINETO += "with_multiple_kernels=False, barrier=None"
+SYMM = "group, num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden, "
+MOE = "y, l1_weights, l2_weights, sym_buffer, cumulative_local_expert_recv_stats=None, "
+MOE_OPTIONS = "activation='swiglu', activation_clamp=None, fast_math=True"
 ANY = None  # the name is known, its arguments' names are not
 
 CONFIG: dict[str, str | None] = dict.fromkeys(
@@ -50,6 +53,16 @@ CONFIG |= dict.fromkeys(
     "",
 )  # fmt: skip
 CONFIG["get_theoretical_mk_alignment_for_contiguous_layout"] = "expected_m=None, num_groups=None"
+
+MEGA: dict[str, str | None] = {
+    "SymmBuffer": SYMM + "num_ring_tokens, mma_type, activation",
+    "bf16_mega_moe": MOE + MOE_OPTIONS,
+    "fp8_fp4_mega_moe": MOE + "recipe=(1, 1, 32), " + MOE_OPTIONS,
+    "fp8_mega_moe": ANY,
+    "get_symm_buffer_for_mega_moe": SYMM + "use_fp8_dispatch=None, mma_type='fp8xfp4', activation='swiglu'",
+    "transform_weights_for_mega_moe": "l1_weights, l2_weights, activation='swiglu'",
+    "transform_weights_for_mega_moe_sm90": "l1_weights, l2_weights, activation='swiglu'",
+}
 
 LAYOUT: dict[str, str | None] = {
     "get_tma_aligned_size": "x, element_size",
@@ -80,6 +93,7 @@ SUFFIXES = {"nt": "'nk'", "nn": "'nk'", "tn": "'mn'", "tt": "'mn'"}
 NAMES: dict[str, dict[str, dict[str, str | None]]] = {
     "deep_gemm": {
         "A1 run-time configuration": CONFIG,
+        "A17 Mega MoE": MEGA,
         "A4 dense FP8": {
             f"{kind}_{suffix}": "a, b, d, " + DENSE.format(compiled)
             for kind in ("fp8_fp4_gemm", "fp8_gemm")
@@ -152,6 +166,7 @@ NAMES: dict[str, dict[str, dict[str, str | None]]] = {
             "dist_print": "s='', once_in_node=False",
         }
     },
+    "deep_gemm.mega": {"A17": MEGA},
     "deep_gemm.testing": {
         "A15": {
             "bench": "fn, num_warmups=5, num_tests=10, high_precision=False",
@@ -184,12 +199,6 @@ NAMES: dict[str, dict[str, dict[str, str | None]]] = {
         }
     },
 }  # fmt: skip
-
-# These come with Mega MoE. Until then they are missing, not stubs: a client's hasattr must tell the truth.
-WITH_MEGA_MOE = (
-    "SymmBuffer", "bf16_mega_moe", "fp8_fp4_mega_moe", "fp8_mega_moe", "get_symm_buffer_for_mega_moe",
-    "transform_weights_for_mega_moe", "transform_weights_for_mega_moe_sm90",
-)  # fmt: skip
 
 # (name, argument) -> why its default differs from DeepGEMM's.
 OTHER_DEFAULTS = {
@@ -251,9 +260,10 @@ def test_same_objects_under_both_names() -> None:
     assert all(hasattr(dg, name) for name in dg.__all__)
 
 
-def test_mega_moe_is_missing_rather_than_a_stub() -> None:
-    assert not [name for name in WITH_MEGA_MOE if hasattr(dg, name)]
-    assert importlib.util.find_spec("dg_core.compat.deep_gemm.mega") is None
+def test_mega_moe_of_hopper_takes_its_own_format() -> None:
+    assert dg.fp8_mega_moe is dg_core.fp8_block_mega_moe
+    assert dg.mega.__all__ == sorted(MEGA)
+    assert all(getattr(dg, name) is getattr(dg.mega, name) for name in MEGA)
 
 
 def test_versions() -> None:

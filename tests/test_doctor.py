@@ -312,3 +312,21 @@ def test_no_report_is_empty_where_all_fails(monkeypatch: pytest.MonkeyPatch) -> 
     text = render(collect())
     assert text.count("nothing works here") == 6
     assert text.endswith("NO backend runs here")
+
+
+def test_peer_memory(report: Any, environment: Any) -> None:
+    """Which provider ranks of one host would take, why no other one, and what was asked for."""
+    state = report["torch"]["peer_memory"]["cpu"]
+    assert state["chosen"] == "posix-shm"
+    assert set(state["not_here"]) == {"torch-symmetric", "cuda-ipc", "hip-ipc"}
+    assert all(reason for reason in state["not_here"].values())
+    text = render(report)
+    assert "Peer memory for Mega MoE" in text
+    assert "several hosts        all-to-all" in text
+    environment.setenv("DG_SYMM_PROVIDER", "cuda-ipc")
+    asked = torch_side._peer_memory(torch.device("cpu"))
+    assert asked["chosen"] == "none"
+    assert "cuda-ipc" in asked["reason"]
+    environment.setenv("DG_SYMM_PROVIDER", "telepathy")
+    config.reload()
+    assert "telepathy" in torch_side._peer_memory(torch.device("cpu"))["reason"]

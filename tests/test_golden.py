@@ -62,6 +62,7 @@ def test_every_case_is_compared() -> None:
         "grouped": GROUPED,
         "layout": LAYOUT,
         "logits": LOGIT_CASES,
+        "mega": MEGA,
         "misc": MISC,
     }
     assert {path.stem for path in FOLDER.glob("*.safetensors")} == set(compared)
@@ -250,3 +251,16 @@ def test_hc_prenorm(name: str) -> None:
     dg_core.tf32_hc_prenorm_gemm(x.a, x.b, d, sqr_sum, num_splits=None if splits == "None" else int(splits))
     check_close(d, x.d, HC_PRENORM)
     check_close(sqr_sum, x.sqr_sum, HC_PRENORM)
+
+
+# Mega MoE: test_mega_ranks.py compares its two ranks, as processes; test_mega_oracle.py, the formula --------
+
+MEGA = ("fp8_block_ep2_rank0", "fp8_block_ep2_rank1")
+
+
+def test_mega_is_cut_from_both_ranks() -> None:
+    """The cut still crosses ranks in both directions, and still drops a slot."""
+    routes = [Case("mega", name).topk_idx for name in MEGA]
+    owners = [set((idx[idx >= 0] // 2).tolist()) for idx in routes]
+    assert owners == [{0, 1}, {0, 1}]
+    assert [int((idx < 0).sum()) for idx in routes] == [1, 0]

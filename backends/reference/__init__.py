@@ -7,8 +7,8 @@ card. Operands are dequantised a block at a time, so memory stays within twice t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from dg_core.backend import (
     Gemm,
     HcPrenorm,
     KGrouped,
+    MegaMoe,
+    MegaStages,
     MqaLogits,
     PagedMetadata,
     PagedMqaLogits,
@@ -30,6 +32,9 @@ from dg_core.backend import (
 
 from . import gemm, hyperconnection, k_grouped, mqa_logits, scales
 from .precision import exact_float32, without_autocast
+
+if TYPE_CHECKING:
+    from dg_core.symm import Exchange
 
 _IMPLEMENTATIONS: dict[type, Callable[..., Any]] = {
     Gemm: gemm.gemm,
@@ -57,7 +62,7 @@ class ReferenceBackend:
     def supports(self, problem: type, op: str, arch: str | None = None) -> Availability:
         return (
             Availability(True)
-            if problem in PROBLEMS
+            if problem in PROBLEMS or problem is MegaMoe
             else Availability(False, "the reference does not know it")
         )
 
@@ -77,6 +82,12 @@ class ReferenceBackend:
                 return function(problem, *tensors)
 
         return run
+
+    def mega(self, problem: MegaMoe, exchange: Exchange, views: Mapping[str, Tensor]) -> MegaStages:
+        """The stages of Mega MoE for one buffer; ``views`` are this rank's regions by name."""
+        from .mega import ReferenceMega  # only who makes a buffer needs it, and what it imports
+
+        return ReferenceMega(problem, exchange, views)
 
     def explain(self, problem: Problem, arch: str | None = None) -> str:
         function = _IMPLEMENTATIONS[type(problem)]

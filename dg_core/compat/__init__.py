@@ -1,4 +1,5 @@
-"""The names under which other programs import this library: ``install()`` serves ``import deep_gemm``."""
+"""The names under which other programs import this library: ``install()`` serves ``import deep_gemm`` and
+``import megamoe``."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from ..errors import ArgumentError
 __all__ = ["install", "installed", "uninstall"]
 
 # Import name -> the package here that stands in for it.
-STAND_INS = {"deep_gemm": f"{__name__}.deep_gemm"}
+STAND_INS = {"deep_gemm": f"{__name__}.deep_gemm", "megamoe": f"{__name__}.megamoe"}
 
 _lock = threading.RLock()
 _mine: dict[str, dict[str, ModuleType]] = {}  # import name -> what was put into sys.modules
@@ -22,7 +23,8 @@ _before: dict[str, dict[str, ModuleType]] = {}  # import name -> what stood ther
 
 
 def install(names: str | Iterable[str] = tuple(STAND_INS), force: bool = False) -> None:
-    """Make ``import deep_gemm`` (its submodules too) give dg_core's package of that API, in this process.
+    """Make ``import deep_gemm`` and ``import megamoe`` (their submodules too) give dg_core's packages of
+    those APIs, in this process.
 
     Call it before the program that imports the name, in every process of it: an entry in ``sys.modules``
     passes on to children that are forked, not to those that are spawned. It wins over an installed package of

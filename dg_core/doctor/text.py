@@ -66,6 +66,17 @@ def _devices(torch_side: dict[str, Any]) -> list[str]:
     return found
 
 
+def _peer_memory(torch_side: dict[str, Any]) -> list[str]:
+    found = []
+    for device, state in torch_side.get("peer_memory", {}).items():
+        if "error" in state:
+            found.append(line(device, state["error"]))
+            continue
+        found.append(line(device, f"{state['chosen']} for ranks of one host ({state['reason']})"))
+        found += [line("", f"not {name}: {reason}") for name, reason in state["not_here"].items()]
+    return [*found, line("several hosts", "all-to-all, unless they share an NVLink domain")] if found else []
+
+
 def _libraries(report: dict[str, Any]) -> list[str]:
     found = [f"  {'':<20} {'installed':<16} {'loaded':<16} needed for"]
     for name, state in report["libraries"].items():
@@ -135,6 +146,7 @@ def render(report: dict[str, Any]) -> str:
     sections = {
         "Backends": _backends(report["torch"]),
         "What tensors of each device get": _devices(report["torch"]),
+        "Peer memory for Mega MoE": _peer_memory(report["torch"]),
         "Libraries": _libraries(report),
         "Toolchains": _probes(report["toolchains"]),
         "Cards": _cards(report["gpus"]),

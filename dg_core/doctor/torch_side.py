@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from .. import config, errors
 from .probes import PACKAGE, guarded, installed, shared_libraries, told
 
 TORCH_TIMEOUT = 180  # seconds for an import of torch with a driver that may be slow to wake
@@ -62,19 +63,34 @@ def with_torch() -> dict[str, Any]:
         "devices": {
             str(device): guarded(functools.partial(_device, dispatch, device, names)) for device in devices
         },
+        "peer_memory": {str(device): guarded(functools.partial(_peer_memory, device)) for device in devices},
         "loaded_modules": loaded, "loaded_libraries": libraries,
     }  # fmt: skip
 
 
 def _details(dispatch: ModuleType, name: str) -> dict[str, str]:
     """What a backend tells of itself, where it has more to tell than whether it runs."""
-    from .. import backend, errors
+    from .. import backend
 
     try:
         found = dispatch.load_backend(name)
     except errors.BackendUnavailable:  # the reason why it does not run says so
         return {}
     return found.details() if isinstance(found, backend.Detailed) else {}
+
+
+def _peer_memory(device: Any) -> dict[str, Any]:
+    """What ranks of Mega MoE on one host would share memory by, and the state of every provider."""
+    from .. import symm
+
+    facts = (symm.local_facts(device),)
+    asked = str(config.env("DG_SYMM_PROVIDER"))
+    try:
+        chosen, reason = symm.choose(device, facts, asked)
+    except errors.DGError as error:
+        chosen, reason = "none", str(error)
+    states = {name: state.reason for name, state in symm.probe(device, facts).items() if not state.ok}
+    return {"chosen": chosen, "reason": reason, "not_here": states}
 
 
 def load(module: str) -> str:
@@ -108,7 +124,7 @@ def _device(dispatch: ModuleType, device: Any, names: tuple[str, ...]) -> dict[s
 
 def _elsewhere(dispatch: ModuleType, device: Any, name: str) -> dict[str, list[str]]:
     """The operations that backend ``name`` lacks, by who has them instead."""
-    from .. import errors, ops, samples
+    from .. import ops, samples
 
     found: dict[str, list[str]] = {}
     for op in ops.TABLE.values():

@@ -7,8 +7,9 @@ No function here computes by itself: each is one of dg_core's under another name
 import dg_core
 from dg_core import *  # noqa: F403
 
-from . import labels, legacy, names_2025, testing, utils
+from . import labels, legacy, mega, names_2025, testing, utils
 from .labels import *  # noqa: F403
+from .mega import *  # noqa: F403
 from .names_2025 import *  # noqa: F403
 from .utils import *  # noqa: F403
 
@@ -19,7 +20,8 @@ dg_core_version = dg_core.__version__
 __all__ = [
     "dg_core_version",
     "legacy",
+    "mega",
     "testing",
     "utils",
-    *sorted({*dg_core.__all__, *labels.__all__, *names_2025.__all__, *utils.__all__}),
+    *sorted({*dg_core.__all__, *labels.__all__, *mega.__all__, *names_2025.__all__, *utils.__all__}),
 ]
