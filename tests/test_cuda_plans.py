@@ -197,9 +197,9 @@ GOLDEN: dict[tuple[str, int, int, int], str] = {
     ("block", 64, 2112, 7168): "sm90_fp8_gemm_q64_s12_c1_split2_pairs_pr40_cr232",
     ("block", 64, 24576, 1536): "sm90_fp8_gemm_q64_s13_c1_pairs_tma",
     ("block", 128, 4096, 7168): "sm90_fp8_gemm_q64_s13_c1_pairs_tma",
-    ("block", 128, 7168, 16384): "sm90_fp8_gemm_q128_s8_c1_pairs_tma",
+    ("block", 128, 7168, 16384): "sm90_fp8_gemm_q64_s8_ord_pairs_tma",
     ("block", 1024, 2112, 7168): "sm90_fp8_gemm_q144_s6_ord_pairs_tma",
-    ("block", 1024, 576, 7168): "sm90_fp8_gemm_q96_s10_c1_pairs_tma",
+    ("block", 1024, 576, 7168): "sm90_fp8_gemm_q72_s12_c1_pairs_tma",
     ("block", 1024, 4096, 7168): "sm90_fp8_gemm_q128_s4_u2_tma",
     ("block", 1024, 7168, 16384): "sm90_fp8_gemm_q128_s4_u2_stream_tma",
     ("bf16", 1024, 7168, 16384): "sm90_bf16_gemm_q224_s4_sp0_sq0_tma",
@@ -210,13 +210,14 @@ GOLDEN: dict[tuple[str, int, int, int], str] = {
     ("row", 2112, 4096, 7168): "sm90_fp8_gemm_q96_s7_sq2_pairs_d4_pr40_cr232",
     ("channel", 4096, 4096, 7168): "sm90_fp8_gemm_q128_s4_u2_sp0_sq0_tma",
     ("bf16", 1, 4096, 7168): "sm90_bf16_gemm_q32_s16_c1_swap_sp0_sq0",
+    ("bf16", 128, 7168, 2048): "sm90_bf16_gemm_q128_s9_c1_sp0_sq0_tma",
     ("bf16", 128, 576, 7168): "sm90_bf16_gemm_q64_s12_c1_split4_sp0_sq0_pr40_cr232",
     ("bf16", 4096, 2112, 7168): "sm90_bf16_gemm_q136_s4_u2_sp0_sq0_tma",
     ("bf16", 4096, 7168, 16384): "sm90_bf16_gemm_q256_s4_sp0_sq0_tma",
     ("bf16 nn", 4096, 4096, 7168): "sm90_bf16_gemm_q256_s4_qmn_sp0_sq0_tma_pr40_cr232",
     ("block", 1024, 24576, 1536): "sm90_fp8_gemm_q128_s3_u2_tma_box4",
     ("bf16", 4096, 24576, 1536): "sm90_bf16_gemm_q256_s3_sp0_sq0_tma_box4",
-    ("bf16", 64, 24576, 1536): "sm90_bf16_gemm_q64_s12_c1_swap_sp0_sq0",
+    ("bf16", 64, 24576, 1536): "sm90_bf16_gemm_q64_s13_c1_sp0_sq0_tma",
 }
 
 

@@ -4,9 +4,9 @@ A launch is its fixed cost, then whatever is slowest of reading memory, the powe
 blocks, which is filling shared memory beside computing; then what nothing overlaps: the last tile's way out,
 and adding the parts of a split tile.
 
-Every constant says where it is from. "Fitted" ones were chosen together over about 4200 times of 77
-products, FP8 with block scales and bfloat16 at M from 1 to 4096 (one H200, L2 flushed): what is chosen then
-takes 1 % longer, on average, than the fastest configuration that was timed. They describe how times differ,
+Every constant says where it is from. "Fitted" ones were chosen together over about 6700 times of
+112 products, FP8 with block scales and bfloat16 at M from 1 to 4096 (H200, L2 flushed): what is chosen then
+takes 1.1 % longer, on average, than the fastest configuration that was timed. They describe how times differ,
 not what a part of the card does alone.
 """
 
@@ -45,34 +45,36 @@ SM_FILL, CARD_FILL = 0.149, 13.5
 FILL_SHARE = 0.7  # of a clock that a filled row takes from the product's reads of shared memory; fitted
 # Clocks from issuing a K block's products to its sums that promotion cannot hide, of two K blocks in flight
 # together, and of a swapped tile, which also reads a scale for each row of Q; fitted.
-LATENCY, PAIR_LATENCY, SWAP_LATENCY = 111.0, 179.0, 202.0
+LATENCY, PAIR_LATENCY, SWAP_LATENCY = 111.0, 196.9, 186.2
 PROMOTE_ROW = 2.0  # promotion with a factor for each column: a product, then a fused multiply-add
 # Share of the tensor cores' time that the warpgroups of a block reach: one promotes while the other
 # multiplies, by taking turns, by two K blocks in flight, by both, or by chance; with two 64-row parts a
 # warpgroup; with three warpgroups; with scales of rows on both sides; bfloat16, which is not promoted. CHANCE
 # and ROWS were measured without loads, the others are fitted.
-TURNS, PAIRS, BOTH, CHANCE, TALL, THREE, ROWS, BF16 = 0.754, 0.883, 0.945, 0.78, 0.92, 0.874, 0.63, 0.996
+TURNS, PAIRS, BOTH, CHANCE, TALL, THREE, ROWS, BF16 = 0.813, 0.883, 0.945, 0.78, 0.92, 0.874, 0.63, 0.996
 # What each halving of the largest power of two in a tile's width, from 64 on, adds to the blocks' work: FP8
 # tiles of such a width choose between two blocks of scales for ever smaller groups of columns; fitted.
-ODD, CROSSING = 0.005, 0.039
+ODD, CROSSING = 0.005, 0.0314
 BEGIN = 0.82  # us: barriers, tensor maps; fitted
 FIRST_LOAD = 0.58  # us: until the first K block is there, which the curve of reading has in it; fitted
 # Clocks from one tile to the next, its store left out, and the same where sums change their layout; fitted.
-TILE, GATHER_TILE = 1557.0, 1207.0
+TILE, GATHER_TILE = 1557.0, 1430.0
 THREE_TILE = 0.555  # of that time with three warpgroups, since two go on multiplying; fitted
-STORE_RATE = 27.7  # bytes a clock and SM; fitted
+STORE_RATE = 30.8  # bytes a clock and SM; fitted
+# The same for columns beside whole boxes, which leave four bytes a thread; fitted.
+REST_RATE = 20.0
 # Of the time of a store what a bulk store takes from the next tile: with room for all of a warp's part, and
 # in rounds; fitted.
 BULK_SHARE, ROUNDS_SHARE = 0.48, 0.73
-SPLIT_START = 0.38  # us: a cluster's start and meeting; fitted
-SEND_RATE = 5.8  # bytes a clock and SM of parts that go to another block and are added there; fitted
+SPLIT_START = 0.342  # us: a cluster's start and meeting; fitted
+SEND_RATE = 4.98  # bytes a clock and SM of parts that go to another block and are added there; fitted
 # Tiles that are cut along K: bytes a clock and SM of the sums that one block writes and another reads, and of
 # a wave's products what it costs that blocks are no longer at one place of K; fitted to 392 times of such
 # kernels.
 PART_RATE, APART = 15.0, 0.1
 # Times that overlap disturb each other where they are near: the mean of a high power, not the largest alone.
 # In a K block, between filling and computing, and between a block's work, memory and power; fitted.
-LOOP_NEARNESS, FILL_NEARNESS, NEARNESS = 12.8, 4.76, 8.7
+LOOP_NEARNESS, FILL_NEARNESS, NEARNESS = 13.2, 4.76, 9.12
 
 
 class Cost(NamedTuple):
@@ -94,6 +96,9 @@ class Profile:
         outputs = self.block_m * self.block_n
         store = outputs * config.d_bytes / STORE_RATE
         self.last_store = store / config.split / CLOCK
+        if config.tma_store:
+            rest = config.block_q % BOX_COLUMNS * config.block_p * config.d_bytes
+            self.last_store += rest * (1 / REST_RATE - 1 / STORE_RATE) / CLOCK
         self.tile_clocks = (GATHER_TILE if config.swap else TILE) + store * store_share(config)
         if config.consumers == 3:
             self.tile_clocks *= THREE_TILE
