@@ -166,6 +166,22 @@ def test_the_median_of_calls() -> None:
     assert timing.slowest >= 30000
 
 
+def test_calls_beside_each_other() -> None:
+    """Each has a time of its own, or the error that it raised."""
+
+    def refuses() -> None:
+        raise ValueError("no such shape")
+
+    times = measure.Clock(CPU, runs=3).together({"a": lambda: time.sleep(0.02), "b": refuses, "c": int})
+    a, b, c = times["a"], times["b"], times["c"]
+    assert isinstance(a, measure.Timing)
+    assert isinstance(c, measure.Timing)
+    assert a.us >= 20000 > c.us
+    assert str(b) == "no such shape"
+    with pytest.raises(ValueError, match="no such shape"):
+        measure.Clock(CPU, runs=3).time(refuses)
+
+
 def test_slow_calls_are_timed_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "HOST_SECONDS", 0.0)
     assert measure.Clock(CPU, runs=20).time(lambda: None).runs == measure.MIN_HOST_RUNS

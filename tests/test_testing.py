@@ -277,21 +277,31 @@ def test_timings_on_a_card_agree(tmp_path: Path) -> None:
     def product() -> None:
         torch.mm(a, a)
 
+    def on_the_clock() -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(20):
+            product()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) / 20
+
+    def in_the_profiler() -> float:
+        # cuBLAS calls its Hopper kernels nvjet, older ones gemm.
+        trace = str(tmp_path / "trace.json")
+        names = ("nvjet", "gemm")
+        return sum(
+            testing.bench_kineto(product, names, num_tests=10, trace_path=trace, suppress_kineto_output=True)
+        )
+
+    def least(measure: Callable[[], float]) -> float:
+        """Of several tries: other tests may use the card meanwhile."""
+        return min(measure() for _ in range(8))
+
     product()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(20):
-        product()
-    torch.cuda.synchronize()
-    clock = (time.perf_counter() - start) / 20
-    trace = str(tmp_path / "trace.json")
-    # cuBLAS calls its Hopper kernels nvjet, older ones gemm.
-    kernels = testing.bench_kineto(
-        product, ("nvjet", "gemm"), num_tests=10, trace_path=trace, suppress_kineto_output=True
-    )
-    assert sum(kernels) == pytest.approx(clock, rel=0.25)
-    assert testing.bench(product) == pytest.approx(clock, rel=0.25)
-    assert testing.bench(product, high_precision=True) == pytest.approx(clock, rel=0.25)
+    clock = least(on_the_clock)
+    assert least(in_the_profiler) == pytest.approx(clock, rel=0.25)
+    assert least(lambda: testing.bench(product)) == pytest.approx(clock, rel=0.25)
+    assert least(lambda: testing.bench(product, high_precision=True)) == pytest.approx(clock, rel=0.25)
     with pytest.raises(ArgumentError, match=r"kernels that ran: .*(nvjet|gemm)"):
         testing.bench_kineto(product, "no such kernel", num_tests=2)
 

@@ -66,6 +66,7 @@ def valid_share(op: Op, named: Mapping[str, Any]) -> float:
     return float(asked) / max(float(there), 1.0)
 
 
+_OURS = "dg_core"  # beside the names of peers
 # Tensors of which only the valid part moves, by sampler; ``result`` is what the operation returns.
 _PARTIAL = {
     "masked": ("a", "sfa", "d"), "contiguous": ("a", "sfa", "d"), "mqa_logits": ("result",),
@@ -125,16 +126,19 @@ def measure_case(
     tensors = as_kernels_load(op, tensors)
     work = work_of(op, tensors, options, run(op, tensors, options))
     backend, _ = choose(clock.device, type(check(op, tensors, options)[0]), op.name)
-    timing = clock.time(ours(op, tensors, options))
+    others = peers(op, tensors, options, clock.device, deep_gemm) if with_peers else {}
+    times = clock.together({_OURS: ours(op, tensors, options), **others})
     mhz = measure.sm_clock(clock.device)
+    timing = times.pop(_OURS)
+    if isinstance(timing, Exception):
+        raise timing
     floor, by = limits.floor(work, kind_of(op, tensors))
     compared: dict[str, dict[str, Any]] = {}
-    for name, peer in (peers(op, tensors, options, clock.device, deep_gemm) if with_peers else {}).items():
-        try:
-            us = clock.time(peer).us
-            compared[name] = {"us": us, "ratio": us / timing.us}
-        except Exception as error:  # a peer may refuse a shape; that is its answer
-            compared[name] = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+    for name, other in times.items():
+        if isinstance(other, Exception):  # a peer may refuse a shape; that is its answer
+            compared[name] = {"error": f"{type(other).__name__}: {other}".splitlines()[0]}
+        else:
+            compared[name] = {"us": other.us, "ratio": other.us / timing.us}
     return Row(
         case.label, case.op, backend.name, timing.us, timing.fastest, timing.slowest, timing.runs,
         work.flops, work.bytes, work.flops / timing.us / 1e6, work.bytes / timing.us / 1e3, floor, by,
