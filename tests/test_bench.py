@@ -182,9 +182,51 @@ def test_calls_beside_each_other() -> None:
         measure.Clock(CPU, runs=3).time(refuses)
 
 
+class HostEvent:
+    """An event that is over when it is recorded."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, other: HostEvent) -> float:
+        return (other.at - self.at) * 1e3
+
+
+def test_calls_take_turns_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the host's clock in place of the card's: memory is written before each call, calls take turns,
+    and there are fewer of them where one takes long."""
+    monkeypatch.setattr(torch.cuda, "Event", HostEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    clock = measure.Clock(CPU, runs=4)
+    clock.flush = torch.ones(8, dtype=torch.uint8)
+    order: list[str] = []
+
+    def refuses() -> None:
+        raise ValueError("no such shape")
+
+    def noted(name: str, seconds: float) -> None:
+        order.append(name)
+        time.sleep(seconds)
+
+    times = clock.together({"a": lambda: noted("a", 0), "b": refuses, "c": lambda: noted("c", 0.002)})
+    assert order == [*"aacc", *("ac" * 4)]
+    a, c = times["a"], times["c"]
+    assert isinstance(a, measure.Timing)
+    assert isinstance(c, measure.Timing)
+    assert (a.runs, c.runs) == (4, 4)
+    assert c.us >= 2000 > a.us
+    assert isinstance(times["b"], ValueError)
+    assert not bool(clock.flush.any())
+    monkeypatch.setattr(measure, "MOST_SECONDS", 0.001)
+    assert clock.time(lambda: time.sleep(0.002)).runs == measure.LEAST_RUNS
+
+
 def test_slow_calls_are_timed_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "HOST_SECONDS", 0.0)
-    assert measure.Clock(CPU, runs=20).time(lambda: None).runs == measure.MIN_HOST_RUNS
+    monkeypatch.setattr(measure, "MOST_SECONDS", 0.0)
+    assert measure.Clock(CPU, runs=20).time(lambda: None).runs == measure.LEAST_RUNS
     assert measure.Clock(CPU, runs=1).time(lambda: None).runs == 1
 
 

@@ -23,8 +23,8 @@ from ..opspec import Cost
 
 FLUSH_BYTES = 512 << 20  # ten times the largest L2 of a Hopper card (50 MB)
 MIN_RUNS = 20
-# On a host without a card a call may take seconds: then fewer are timed, but never less than this many.
-HOST_SECONDS, MIN_HOST_RUNS = 1.0, 3
+# A call of the reference may take seconds: then fewer are timed, but never less than this many.
+MOST_SECONDS, LEAST_RUNS = 1.0, 3
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Clock:
     def protocol(self) -> str:
         if self.flush is None:
             return f"median of up to {self.runs} calls, host clock"
-        return f"median of {self.runs} calls, CUDA events, {FLUSH_BYTES >> 20} MB written before each"
+        return f"median of up to {self.runs} calls, CUDA events, {FLUSH_BYTES >> 20} MB written before each"
 
     def time(self, call: Callable[[], Any]) -> Timing:
         timing = self.together({"": call})[""]
@@ -69,34 +69,39 @@ class Clock:
         first after a long case (by 10 % on one H200).
         """
         found: dict[str, Timing | Exception] = {}
-        ready = {}
+        ready, longest = {}, 0.0
         for name, call in calls.items():
             try:
                 call()  # plans, workspaces and lazy initialisation
                 if self.flush is not None:
+                    torch.cuda.synchronize(self.device)
+                    start = time.perf_counter()
                     call()
+                    torch.cuda.synchronize(self.device)
+                    longest = max(longest, time.perf_counter() - start)
                 ready[name] = call
             except Exception as error:
                 found[name] = error
         if self.flush is not None:
-            return found | self._on_card(ready, self.flush)
+            fewer = max(int(MOST_SECONDS / longest), LEAST_RUNS) if longest else self.runs
+            return found | self._on_card(ready, self.flush, min(fewer, self.runs))
         return found | {name: self._on_host(call) for name, call in ready.items()}
 
     def _on_host(self, call: Callable[[], Any]) -> Timing:
         samples: list[float] = []
-        while len(samples) < self.runs and (
-            len(samples) < MIN_HOST_RUNS or sum(samples) < HOST_SECONDS * 1e6
-        ):
+        while len(samples) < self.runs and (len(samples) < LEAST_RUNS or sum(samples) < MOST_SECONDS * 1e6):
             start = time.perf_counter()
             call()
             samples.append((time.perf_counter() - start) * 1e6)
         return summarised(samples)
 
-    def _on_card(self, calls: Mapping[str, Callable[[], Any]], flush: torch.Tensor) -> dict[str, Timing]:
+    def _on_card(
+        self, calls: Mapping[str, Callable[[], Any]], flush: torch.Tensor, runs: int
+    ) -> dict[str, Timing]:
         event = functools.partial(torch.cuda.Event, enable_timing=True)
-        events = {name: [(event(), event()) for _ in range(self.runs)] for name in calls}
+        events = {name: [(event(), event()) for _ in range(runs)] for name in calls}
         torch.cuda.synchronize(self.device)
-        for run in range(self.runs):
+        for run in range(runs):
             for name, call in calls.items():
                 start, end = events[name][run]
                 flush.zero_()  # takes longer than the host needs to queue the call behind it
