@@ -17,7 +17,7 @@ from dg_core.backends.cuda.compiler import Options
 from dg_core.backends.cuda.operands import plan_operands
 from dg_core.backends.cuda.plans import GemmTask, Settings, choose, legal
 from dg_core.backends.cuda.source import FLAGS_BLOCK, MOST_BLOCKS, GemmConfig
-from dg_core.backends.cuda.tiling import grid_blocks
+from dg_core.backends.cuda.tiling import BAND, grid_blocks, working_blocks
 from dg_core.backends.cuda.workspace import FLAG_BYTES, workspace_bytes
 
 from .cuda_compilers import require_compiler
@@ -34,6 +34,7 @@ def test_a_workspace_is_as_large_as_the_device_expects() -> None:
     source = (
         "#include <dg/impls/sm90_layout.cuh>\n"
         f"static_assert(dg::sm90::kMostBlocks == {MOST_BLOCKS} && dg::sm90::kFlagsBlock == {FLAGS_BLOCK});\n"
+        f"static_assert(dg::sm90::kBand == {BAND});\n"
         'extern "C" __global__ void k() {}\n'
     )
     assert require_compiler("nvcc").compile(source, "k", Options("sm_90a", includes=(jit.INCLUDE,))).data
@@ -62,6 +63,23 @@ def test_tiles_are_cut_where_waves_would_leave_processors_idle() -> None:
     assert not choose(GemmTask(1024, 4096, 16384), PROCESSORS).config.stream
     invariant = Settings(batch_invariant=True)
     assert not choose(GemmTask(1024, 7168, 16384), PROCESSORS, invariant).config.stream
+
+
+@pytest.mark.parametrize(
+    ("rows", "blocks", "working"),
+    [(1, 132, 132), (4, 132, 132), (5, 132, 130), (15, 132, 120), (16, 132, 128), (16, 78, 64), (16, 15, 15),
+     (17, 132, 132), (32, 132, 128), (33, 132, 132)],
+)  # fmt: skip
+def test_teams_leave_blocks_over(rows: int, blocks: int, working: int) -> None:
+    """Columns of up to 16 tiles, a block each; where bands are unequal every block is a team of its own."""
+    assert working_blocks(rows, blocks) == working
+
+
+def test_tiles_are_not_cut_where_too_many_blocks_are_left_over() -> None:
+    """3840 rows are 15 tiles of 256: teams take 120 of 132 blocks, and 840 tiles are 7 waves of those."""
+    choice = choose(GemmTask(3840, 7168, 16384), PROCESSORS)
+    assert not choice.config.stream
+    assert choice.cost.us < min(us for us, config in choice.others if config.stream)
 
 
 # On a card --------------------------------------------------------------------------------------------------
@@ -119,6 +137,19 @@ class TestNumbersOfBlocks:
             call.reset()
             assert torch.equal(call.run(), first)
         assert not any(bool(each.any()) for each in flags())
+
+
+@pytest.mark.parametrize("m", [1093, 2048, 2100], ids=["18 tiles", "2 bands", "33 tiles"])
+class TestBands:
+    pytestmark = on_card
+
+    def test_values(self, m: int) -> None:
+        """More tiles along P than a band has: equal bands, and unequal ones, where each block is a team."""
+        call = Call("block, 64 rows, cut", (m, 300, 1024))
+        first = call.run().clone()
+        call.made.check(first)
+        call.reset()
+        assert torch.equal(call.run(), first)
 
 
 class TestAtTheSameTime:

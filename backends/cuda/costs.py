@@ -24,6 +24,7 @@ from .tiling import (
     stage_bytes,
     tile,
     tile_boxes,
+    working_blocks,
 )
 
 # The card ---------------------------------------------------------------------------------------------------
@@ -195,9 +196,11 @@ class Work:
 
     def waves(self, m: int) -> float:
         """Tiles that the busiest block works on in turn; where tiles are cut, its share of them and
-        what begins one more. (Blocks beyond the last team do not count: they are 4 of 132 at most.)"""
-        tiles = self.tiles(m)
-        return tiles / self.fit + self.change if self.change else -(-tiles // self.fit)
+        what begins one more."""
+        return self._cut(m) if self.change else -(-self.tiles(m) // self.fit)
+
+    def _cut(self, m: int) -> float:
+        return self.tiles(m) / working_blocks(-(-m // self.rows), self.fit) + self.change
 
     def tiles(self, m: int) -> int:
         return -(-m // self.rows) * self.along_n
@@ -205,7 +208,7 @@ class Work:
     def us(self, m: int, floor: Floor) -> float:
         """Microseconds of one call."""
         tiles = -(-m // self.rows) * self.along_n  # written out: this is called for every candidate and M
-        waves = tiles / self.fit + self.change if self.change else -(-tiles // self.fit)
+        waves = self._cut(m) if self.change else -(-tiles // self.fit)
         compute = FIRST_LOAD + waves * self.wave
         fill = FIRST_LOAD + max(waves * self.fill, tiles * self.card_fill)
         busy = math.pow(compute**FILL_NEARNESS + fill**FILL_NEARNESS, 1 / FILL_NEARNESS)

@@ -22,6 +22,7 @@ REGISTERS, BUSY_REGISTERS, THREE_REGISTERS = (24, 240), (40, 232), (32, 160)
 STORE_BYTES = 16  # that a bulk copy writes at once
 MAX_CLUSTER = 8  # blocks; more is not portable between cards of one architecture
 UNLIMITED = 1 << 62
+BAND = 16  # tiles along P that are neighbours in the order of tiles: ``kBand``
 CHUNK_ROWS = 64  # rows of an MN-major tile that lie together
 BOX_COLUMNS, BOX_BYTES = 64, 16 * 64 * 2  # what a warp stores at once: 16 rows of 64 bfloat16 values
 SCALE_BLOCK_ROWS = 128
@@ -233,6 +234,15 @@ def most_rows(split: int, tile: tuple[int, int], n: int, k_blocks: int, processo
         return UNLIMITED
     block_m, block_n = tile
     return clusters_that_fit(split, processors) // -(-n // block_n) * block_m if split <= k_blocks else 0
+
+
+def working_blocks(rows_of_tiles: int, blocks: int) -> int:
+    """Of so many blocks that cut tiles along K those that have a part of one: whole teams, as
+    ``dg/scheduler/tiles.cuh`` makes them."""
+    team = min(rows_of_tiles, BAND)
+    if rows_of_tiles % team or team > blocks:
+        return blocks
+    return blocks // team * team
 
 
 def grid_blocks(config: GemmConfig, task: GemmTask, processors: int) -> int:

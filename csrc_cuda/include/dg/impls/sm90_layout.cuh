@@ -33,6 +33,8 @@ using namespace dg::ptx;
 
 constexpr u32 kBlockK = 128;  // bytes of K in one stage: a row of a tile fills the 128-byte swizzle
 constexpr u32 kWarpgroup = 128;
+// Tiles along P that are neighbours in the order of tiles.
+constexpr u32 kBand = 16;
 // Blocks that a workspace has flags for, and flags of a block, one for each consumer warp.
 constexpr u32 kMostBlocks = 256, kFlagsBlock = 16;
 constexpr u32 kScaleNone = 0, kScaleBlock = 1, kScaleRow = 2;

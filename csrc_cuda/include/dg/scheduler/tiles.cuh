@@ -24,7 +24,7 @@ struct Tile {
 // and blocks wait for lower ones alone, which the card starts before them.
 template <class C>
 struct Tiles {
-    static constexpr u32 kBand = C::kSwap ? 1 : 16;
+    static constexpr u32 kMostTiles = C::kSwap ? 1 : kBand;  // of a column of a band
     static constexpr u32 kLeastPart = 4;  // K blocks: less of a tile is not worth handing over
 
     const Params& params;
@@ -41,7 +41,7 @@ struct Tiles {
         first_k = params.k_blocks * rank / C::kSplit;
         last_k = params.k_blocks * (rank + 1) / C::kSplit;
         if constexpr (C::kStream) {
-            const u32 height = min(kBand, params.tiles_p);
+            const u32 height = min(kMostTiles, params.tiles_p);
             size = params.tiles_p % height == 0 && height <= gridDim.x ? height : 1;
             teams = gridDim.x / size, team = blockIdx.x / size;
             const u32 waves = columns() / teams;
@@ -66,12 +66,12 @@ struct Tiles {
         return k_blocks - within < kLeastPart ? at - within + k_blocks : at;
     }
 
-    // Tile `t` in an order that keeps what neighbours share in the L2: bands of kBand tiles along P, walked along Q.
+    // Tile `t` in an order that keeps what neighbours share in the L2: bands of kMostTiles tiles along P, walked along Q.
     __device__ __forceinline__ Tile at(u32 t, u32 first_k, u32 last_k) const {
-        const u32 in_band = kBand * params.tiles_q;
+        const u32 in_band = kMostTiles * params.tiles_q;
         const u32 band = t / in_band, rest = t % in_band;
-        const u32 height = min(kBand, params.tiles_p - band * kBand);
-        return {band * kBand + rest % height, rest / height, first_k, last_k};
+        const u32 height = min(kMostTiles, params.tiles_p - band * kMostTiles);
+        return {band * kMostTiles + rest % height, rest / height, first_k, last_k};
     }
 
     // A tile of the block: by its number, or, with kStream, by its place in the order of the block.
