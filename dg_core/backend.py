@@ -307,7 +307,11 @@ class MegaCall:
 
 
 class MegaStages(Protocol):
-    """The stages of Mega MoE, bound to one buffer."""
+    """The stages of Mega MoE, bound to one buffer.
+
+    Stages that a CUDA graph can capture have an attribute ``capturable`` that is True; the others are refused
+    inside a capture.
+    """
 
     def k1(self, call: MegaCall) -> None:
         """Wait for all ranks, take the rows of local experts, multiply by L1."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .peers.meeting import Meeting
 
 __all__ = [
+    "MAKER",
     "OPS",
     "PATHS",
     "PHASES",
@@ -75,7 +76,8 @@ OPS = (
     "mega_moe_k3",
 )
 
-_MAKER = "get_symm_buffer_for_mega_moe"
+#: What a user calls to have memory shared, so what errors of construction speak of.
+MAKER = "get_symm_buffer_for_mega_moe"
 
 
 @dataclass(frozen=True)
@@ -355,12 +357,12 @@ def choose(device: torch.device, facts: Sequence[RankFacts], asked: str = "auto"
     """
     if asked != "auto" and asked not in PROVIDERS:
         known = ", ".join(("auto", *PROVIDERS))
-        raise ArgumentError(f"{_MAKER}: provider is {asked!r}; it must be one of {known}")
+        raise ArgumentError(f"{MAKER}: provider is {asked!r}; it must be one of {known}")
     first = facts[0]
     for other in facts:
         if other.kind != first.kind:
             raise DeviceError(
-                f"{_MAKER}: rank {first.rank} is on {first.device} ({first.build}), rank {other.rank} on "
+                f"{MAKER}: rank {first.rank} is on {first.device} ({first.build}), rank {other.rank} on "
                 f"{other.device} ({other.build}); all ranks of a buffer need the same kind of device"
             )
     if asked != "auto":
@@ -372,7 +374,7 @@ def choose(device: torch.device, facts: Sequence[RankFacts], asked: str = "auto"
                 return asked, "asked for by name"
             reason, remedy = state.reason, state.remedy
         ending = f" ({remedy})" if remedy else ""
-        raise BackendUnavailable(f"{_MAKER}: provider {asked!r} was asked for: {reason}{ending}")
+        raise BackendUnavailable(f"{MAKER}: provider {asked!r} was asked for: {reason}{ending}")
     passed: list[str] = []
     for name in PROVIDERS[:-1]:
         if first.kind != _NEEDS[name][0]:
@@ -440,7 +442,7 @@ def _choose_together(
     for rank, (other, words) in enumerate(choices):
         if other != name:
             raise CommError(
-                f"{_MAKER}: rank {meeting.rank} chose provider {name!r} ({reason}), rank {rank} "
+                f"{MAKER}: rank {meeting.rank} chose provider {name!r} ({reason}), rank {rank} "
                 f"{f'{other!r} ({words})' if other else f'none ({words})'}; all ranks need the same one",
                 rank=meeting.rank,
                 peer=rank,

@@ -61,9 +61,9 @@ def main() -> int:
     rank, ranks = buffer.rank, buffer.ranks
     per_rank = -(-EXPERTS // ranks)
     mine = [weights_of(e) for e in range(rank * per_rank, min((rank + 1) * per_rank, EXPERTS))]
-    l1, l2 = dg_core.transform_fp8_weights_for_mega_moe(
-        torch.stack([w for w, _ in mine]).to(device), torch.stack([w for _, w in mine]).to(device)
-    )
+    first = torch.stack([w for w, _ in mine]) if mine else torch.empty(0, 2 * INTERMEDIATE, HIDDEN)
+    second = torch.stack([w for _, w in mine]) if mine else torch.empty(0, HIDDEN, INTERMEDIATE)
+    l1, l2 = dg_core.transform_fp8_weights_for_mega_moe(first.to(device), second.to(device))
 
     rng = torch.Generator().manual_seed(1000 + rank)
     tokens = 40 + 7 * rank  # ranks need not have equally many
@@ -80,6 +80,8 @@ def main() -> int:
     diff = (1 - 2 * (right * got).sum() / (right**2 + got**2).sum()).item()
     print(f"rank {rank} of {ranks}: {tokens} tokens, calc_diff {diff:.1e} to float64")
     print(f"rank {rank} is on {device}, peer memory: {buffer.provider_name}")
+    if dist.is_initialized():
+        dist.barrier()  # nobody is in a call any more
     buffer.destroy()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -35,17 +35,20 @@ FUNCTIONS = {
 }
 
 
+Closed = Callable[[str], None]
+
+
 class FakeMemory:
     name, direct = "imaginary", True
 
-    def __init__(self, layout: SymmLayout, closed: list[str]) -> None:
+    def __init__(self, layout: SymmLayout, closed: Closed) -> None:
         self.data = torch.zeros(layout.data_bytes, dtype=torch.int8)
         self.control = torch.zeros(layout.control_bytes, dtype=torch.int8)
         self.pointers: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
         self._closed = closed
 
     def close(self) -> None:
-        self._closed.append("memory")
+        self._closed("memory")
 
 
 class FakeExchange:
@@ -53,7 +56,7 @@ class FakeExchange:
 
     provider, reason, direct = "imaginary", "a test wants it", True
 
-    def __init__(self, closed: list[str]) -> None:
+    def __init__(self, closed: Closed) -> None:
         self.rank, self.ranks, self.generation = 0, 1, 0
         self.failure: CommError | None = None
         self.aborts: list[tuple[str, str]] = []
@@ -73,7 +76,7 @@ class FakeExchange:
         self.failure = CommError(f"{op}: rank 0 failed in phase {phase!r}", rank=0, peer=0, phase=phase)
 
     def close(self) -> None:
-        self._closed.append("exchange")
+        self._closed("exchange")
 
 
 @dataclass
@@ -83,6 +86,7 @@ class NotingStages:
     ran: list[tuple[str, MegaCall]] = field(default_factory=list)
     raises: dict[str, BaseException] = field(default_factory=dict)
     during: Callable[[str, MegaCall], None] | None = None
+    capturable: bool = False
 
     def _note(self, stage: str, call: MegaCall) -> None:
         if stage in self.raises:
@@ -116,12 +120,19 @@ class MegaBackend(NotingBackend):
 
 @dataclass
 class World:
-    """What a test looks at: who was closed, the last exchange and memory, the backend and its stages."""
+    """What a test looks at: who was closed, the last exchange and memory, the backend and its stages. Whose
+    name is in ``broken`` raises when it is closed."""
 
     backend: MegaBackend
     closed: list[str] = field(default_factory=list)
+    broken: set[str] = field(default_factory=set)
     exchanges: list[FakeExchange] = field(default_factory=list)
     connected: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def close(self, name: str) -> None:
+        self.closed.append(name)
+        if name in self.broken:
+            raise OSError(f"an error of the {name}")
 
     @property
     def exchange(self) -> FakeExchange:
@@ -151,8 +162,8 @@ def fake_world(monkeypatch: pytest.MonkeyPatch) -> World:
         op: str, layout: SymmLayout, device: Any, meeting: Any, settings: Any, provider: Any
     ) -> tuple[FakeMemory, FakeExchange]:
         world.connected.append((op, layout, device, provider))
-        world.exchanges.append(FakeExchange(world.closed))
-        return FakeMemory(layout, world.closed), world.exchange
+        world.exchanges.append(FakeExchange(world.close))
+        return FakeMemory(layout, world.close), world.exchange
 
     monkeypatch.setattr(symm, "connect", connect)
     monkeypatch.setitem(dispatch._loaded, "reference", backend)

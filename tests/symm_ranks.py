@@ -219,6 +219,32 @@ class Rank:
             time.sleep(0.0 if self.rank == 2 else 0.7)
         return said
 
+    def fails_before_rows_move(self) -> str:
+        """Rank 1 fails after it has promised rows: the others are inside the collective. They hear of it at
+        once, and the user's group works as before, its own collectives too."""
+        layout, memory, exchange = self.connect("all-to-all")
+        fill(layout, self.rank, memory.data, 9)
+        exchange.begin("fp8_block_mega_moe", words(9))
+        begun = time.monotonic()
+        if self.rank == 1:
+            time.sleep(0.2)
+            exchange.abort("fp8_block_mega_moe", "dispatch")
+        else:
+            with pytest.raises(CommError, match="rank 1 failed in phase 'dispatch'"):
+                exchange.fetch()
+        exchange.close()
+        waited = time.monotonic() - begun
+        assert waited < 1.5, waited
+        total = torch.tensor([float(self.rank)])
+        dist.all_reduce(total)
+        assert total.item() == 3
+        layout, memory, exchange = self.connect("all-to-all")
+        fill(layout, self.rank, memory.data, 9)
+        call(exchange, layout, 9)
+        check(layout, memory.data, 9)
+        exchange.close()
+        return f"{waited:.3f} s"
+
     def killed(self) -> str:
         """Rank 2 dies between the barriers of a call; the others go on without it, in the same processes."""
         layout, memory, exchange = self.connect(None)
@@ -265,7 +291,14 @@ class Rank:
         exchange.finish("fp8_block_mega_moe")
 
 
-CASES = ("same_rows", "other_host", "late", "killed", "killed_where_rows_move")
+CASES = (
+    "same_rows",
+    "other_host",
+    "late",
+    "fails_before_rows_move",
+    "killed",
+    "killed_where_rows_move",
+)
 KILLED = {"killed": 2, "killed_where_rows_move": 1}
 
 

@@ -205,6 +205,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> type[TwoRanks]:
         ("mode", "auto", "persistent"),
         ("threshold", 128, 64),
         ("tail_reduce", True, False),
+        ("check_uniform", False, True),
         ("provider", "auto", "all-to-all"),
     ],
 )
@@ -378,6 +379,26 @@ def test_destroy_raises_what_nobody_was_told(world: World) -> None:
     with pytest.raises(CommError) as raised:
         buf.check()
     assert raised.value is failure
+
+
+@pytest.mark.parametrize("broken", [{"exchange"}, {"memory"}, {"exchange", "memory"}])
+def test_destroy_frees_everything_whatever_raises(world: World, broken: set[str]) -> None:
+    buf = world.buffer()
+    world.broken |= broken
+    with pytest.raises(OSError, match=f"an error of the {max(broken)}"):
+        buf.destroy()
+    assert world.closed == ["exchange", "memory"]
+    assert [getattr(buf, name) for name in MEMORY_FIELDS] == [None] * len(MEMORY_FIELDS)
+    buf.destroy()  # nothing is left to free
+    assert world.closed == ["exchange", "memory"]
+
+
+def test_a_failed_construction_tells_what_failed_first(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.broken |= {"exchange", "memory"}
+    monkeypatch.setitem(dispatch._loaded, "reference", NotingBackend("reference"))
+    with pytest.raises(UnsupportedError):
+        world.buffer()
+    assert world.closed == ["exchange", "memory"]
 
 
 @pytest.mark.parametrize("ask", [SymmBuffer.check, SymmBuffer.barrier, call])

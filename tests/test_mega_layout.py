@@ -20,7 +20,6 @@ from dg_core.mega.layout import (
     SymmLayout,
     check_format,
     local_experts,
-    owner,
     symm_layout,
 )
 
@@ -346,13 +345,15 @@ def test_experts_are_dealt_in_order_and_each_once() -> None:
             dealt = [list(local_experts(experts, ranks, rank)) for rank in range(ranks)]
             assert [e for own in dealt for e in own] == list(range(experts))
             assert max(map(len, dealt)) == per
-            assert [owner(e, experts, ranks) for e in range(experts)] == [
-                rank for rank, own in enumerate(dealt) for _ in own
-            ]
+            owners = [rank for rank, own in enumerate(dealt) for _ in own]
+            outside = (-1, -7, experts, experts + 1, 2**40, -(2**40))
+            ids, weights = torch.tensor([*range(experts), *outside]), torch.ones(experts + len(outside))
+            layout = symm_layout("w8a8", ranks, experts, 1, 1, 128, 128)
+            assert layout.owners(ids, weights).tolist() == [*owners, *[-1] * len(outside)]
+            assert layout.owners(ids, weights * 0).tolist() == [-1] * len(ids)
+            assert layout.owners(ids, weights * torch.nan).tolist() == [*owners, *[-1] * len(outside)]
             if experts % ranks == 0:
                 assert all(len(own) == experts // ranks for own in dealt)
-            for outside in (-1, -7, experts, experts + 1, 2**40, -(2**40)):
-                assert owner(outside, experts, ranks) == -1
 
 
 def test_a_rank_may_own_no_expert() -> None:

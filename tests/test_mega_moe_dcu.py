@@ -11,14 +11,19 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from dg_core.testing.mega import driver, options  # noqa: E402 - after the path
+from dg_core.mega import api  # noqa: E402 - after the path
+from dg_core.mega.graph import RecordedGraph  # noqa: E402
+from dg_core.testing.mega import driver, options  # noqa: E402
 
 #: What their documentation has users type, as it stands there.
 COMMANDS = (
@@ -220,6 +225,40 @@ def test_commands_verbatim(number: int, tmp_path: Path) -> None:
         ["bash", "-ec", COMMANDS[number]], cwd=tmp_path, env={**os.environ, "PATH": path}, timeout=3 * 3600
     )
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize("kind", ["call", "replay"])
+@pytest.mark.parametrize("silent", [None, 0, 1, 2, 3, 4])
+def test_a_launch_that_does_nothing_is_seen(
+    kind: str, silent: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """y of the launch before it is no answer: 3 that are compared, then 2 that are timed."""
+    owner, name = {"call": (api, "fp8_w8a8_mega_moe"), "replay": (RecordedGraph, "replay")}[kind]
+    real, launched = getattr(owner, name), [0]
+
+    def launch(*arguments: Any, **keywords: Any) -> None:
+        if keywords.get("big_fused_cuda_graph"):  # recorded
+            real(*arguments, **keywords)
+            return
+        launched[0] += 1
+        if launched[0] - 1 != silent:
+            real(*arguments, **keywords)
+
+    monkeypatch.setattr(owner, name, launch)
+    words = "--num-processes 1 --num-tokens 9 --num-max-tokens-per-rank 32 --hidden 128 --num-experts 4"
+    words += " --correctness-iters 3 --warmup 1 --repeat 1 --big-fused-cuda-graph --cuda-graph-bench"
+    words += " --cuda-graph-warmup 1 --cuda-graph-replays 2 --cuda-graph-test-tokens 7"
+    o = options.parse([*words.split(), "--out", str(tmp_path / "times.json")], "w8a8")
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        if silent is None:
+            driver.run(o)
+            assert launched == [5]
+        else:
+            with pytest.raises(AssertionError, match=r"max_abs|not finite"):
+                driver.run(o)
+    finally:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

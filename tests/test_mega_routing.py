@@ -1,21 +1,17 @@
-"""Which path a call of Mega MoE takes: settings, a truth table of every choice, and recorded graphs."""
+"""Which path a call of Mega MoE takes: settings and a truth table of every choice."""
 
 from __future__ import annotations
 
 import itertools
-import threading
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from dg_core import config
-from dg_core.backend import MegaCall
 from dg_core.errors import ArgumentError, DGError, ShapeError
-from dg_core.mega import graph, routing
+from dg_core.mega import routing
 from dg_core.mega.routing import Launch, Settings, choose, parse_mode, parse_switch
 
 OP = "fp8_w8a8_mega_moe"
@@ -160,6 +156,8 @@ def test_reducer_threads_are_brought_into_range(
         *((n, "-1", "at least 0") for n in (NEUTRAL["threshold"], OTHER["threshold"])),
         *((n, "fast", "auto, asm, asm_route, compact") for n in (NEUTRAL["prebuild"], OTHER["prebuild"])),
         *((n, "many", "an integer") for n in (NEUTRAL["threshold"], OTHER["reduce_threads"])),
+        *((NEUTRAL["mode"], text, "one of .*persistent.*staged") for text in ("stagd", "2")),
+        *((NEUTRAL["tail_reduce"], text, "one of 0, 1, .*tail-reduce") for text in ("banana", "2")),
         *(("DG_COMM_TIMEOUT_S", text, "at least 1") for text in ("0", "-60")),
         ("DG_COMM_KERNEL_DEBUG", "yes", "0 or 1"),
         ("DG_COMM_CHECK_UNIFORM", "on", "0 or 1"),
@@ -173,12 +171,34 @@ def test_values_that_break_a_rule_name_their_variable(
         routing.settings()
 
 
-def test_what_is_overruled_need_not_be_valid(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("K1_PREBUILD_MODE", "fast")
-    monkeypatch.setenv("DG_MEGA_PREBUILD", "asm")
+def test_a_limit_of_time_is_no_number_beyond_all_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DG_COMM_TIMEOUT_S", "1" + "0" * 400)
+    with pytest.raises(ArgumentError, match="DG_COMM_TIMEOUT_S is larger than 10000000"):
+        routing.settings()
+
+
+INVALID = {
+    "threshold": ("abc", "-3", "1.5"),
+    "skip_rows_min_tokens": ("many",),
+    "prebuild": ("fast",),
+    "reduce_threads": ("64x",),
+    # Any text is a mode and a switch to the DCU library.
+    "mode": ("stagde",),
+    "tail_reduce": ("perhaps",),
+}
+
+
+@pytest.mark.parametrize(("field", "text"), [(f, t) for f, texts in INVALID.items() for t in texts])
+def test_what_is_overruled_need_not_be_valid(field: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert INVALID.keys() == DEFAULTS.keys()
+    given, value = CHANGED[field][1]
+    if field == "mode":  # one that the wrong text does not mean as well
+        given, value = "auto", "auto"
+    monkeypatch.setenv(OTHER[field], text)
+    monkeypatch.setenv(NEUTRAL[field], given)
     found = routing.settings()
-    assert found.prebuild == "asm"
-    assert dict(found.sources)["prebuild"] == "DG_MEGA_PREBUILD, not K1_PREBUILD_MODE"
+    assert getattr(found, field) == value
+    assert dict(found.sources)[field] == f"{NEUTRAL[field]}, not {OTHER[field]}"
 
 
 def test_rows_of_a_weight_cast(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,6 +206,8 @@ def test_rows_of_a_weight_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGAMOE_DCU_WEIGHT_CAST_CHUNK_ROWS", "0")
     assert routing.weight_cast_chunk_rows() == 0
     monkeypatch.setenv("DG_MEGA_WEIGHT_CAST_CHUNK_ROWS", "-1")
+    assert routing.weight_cast_chunk_rows() == -1
+    monkeypatch.setenv("MEGAMOE_DCU_WEIGHT_CAST_CHUNK_ROWS", "all of them")
     assert routing.weight_cast_chunk_rows() == -1
 
 
@@ -246,7 +268,7 @@ def every_case(capacity: int) -> list[Table]:
     for values in itertools.product(*axes):
         case: Table = dict(zip(names, values, strict=True))
         case["num_tokens"], case["dispatch_num_tokens"] = case.pop("counts")
-        cases.append({**case, "capacity": capacity, "bucket": bucket})
+        cases.append({**case, "capacity": capacity, "requested": capacity - 9, "bucket": bucket})
     return cases
 
 
@@ -279,7 +301,8 @@ def test_every_choice(capacity: int) -> None:
 def test_the_threshold_itself_is_not_above() -> None:
     settings = made()
     paths = [
-        choose(OP, settings, num_tokens=n, capacity=384, bucket=300).path for n in (0, 1, 127, 128, 129, 384)
+        choose(OP, settings, num_tokens=n, capacity=384, requested=300, bucket=300).path
+        for n in (0, 1, 127, 128, 129, 384)
     ]
     assert paths == ["persistent"] * 4 + ["staged"] * 2
 
@@ -287,11 +310,12 @@ def test_the_threshold_itself_is_not_above() -> None:
 def test_ranks_that_give_the_same_number_choose_alike_and_keep_their_rows() -> None:
     counts = (0, 133, 0, 1, 384)
     alike = [
-        choose(OP, made(), num_tokens=n, capacity=384, bucket=300, dispatch_num_tokens=133) for n in counts
+        choose(OP, made(), num_tokens=n, capacity=384, requested=300, bucket=300, dispatch_num_tokens=133)
+        for n in counts
     ]
     assert {launch.path for launch in alike} == {"staged"}
     assert [launch.rows for launch in alike] == list(counts)
-    apart = [choose(OP, made(), num_tokens=n, capacity=384, bucket=300).path for n in counts]
+    apart = [choose(OP, made(), num_tokens=n, capacity=384, requested=300, bucket=300).path for n in counts]
     assert apart == ["persistent", "staged", "persistent", "persistent", "staged"]
 
 
@@ -299,18 +323,33 @@ def test_ranks_that_give_the_same_number_choose_alike_and_keep_their_rows() -> N
 @pytest.mark.parametrize("flags", [{}, {"big": True}, {"stages": True}])
 def test_a_wrong_dispatch_number(value: Any, flags: dict[str, bool]) -> None:
     with pytest.raises(ArgumentError, match=rf"dispatch_num_tokens is {value!r}; .*in \[0, 384\]"):
-        choose(OP, made(), num_tokens=384, capacity=384, bucket=300, dispatch_num_tokens=value, **flags)
+        choose(
+            OP,
+            made(),
+            num_tokens=384,
+            capacity=384,
+            requested=300,
+            bucket=300,
+            dispatch_num_tokens=value,
+            **flags,
+        )
 
 
 @pytest.mark.parametrize("value", [-1, True, 1.5, None, "5"])
 def test_a_wrong_number_of_tokens(value: Any) -> None:
     with pytest.raises(ArgumentError, match=f"num_tokens is {value!r}; .*at least 0"):
-        choose("mega_moe_k1", made(), num_tokens=value, capacity=384, bucket=300)
+        choose("mega_moe_k1", made(), num_tokens=value, capacity=384, requested=300, bucket=300)
 
 
 def test_integers_of_numpy_are_integers() -> None:
     launch = choose(
-        OP, made(), num_tokens=np.int64(3), capacity=384, bucket=300, dispatch_num_tokens=np.int32(129)
+        OP,
+        made(),
+        num_tokens=np.int64(3),
+        capacity=384,
+        requested=300,
+        bucket=300,
+        dispatch_num_tokens=np.int32(129),
     )
     assert (launch.path, type(launch.rows), type(launch.selector)) == ("staged", int, int)
 
@@ -318,11 +357,12 @@ def test_integers_of_numpy_are_integers() -> None:
 @pytest.mark.parametrize("tokens", [0, 1, 1535, 1536, 2304])
 @pytest.mark.parametrize("prebuild", ["auto", "asm", "asm_route", "compact"])
 def test_what_kernels_are_told(tokens: int, prebuild: str) -> None:
-    settings = made(prebuild=prebuild, tail_reduce=False)
-    launch = choose(OP, settings, num_tokens=tokens, capacity=2304, bucket=2048)
+    settings = made(prebuild=prebuild, tail_reduce=False, reduce_threads=192)
+    launch = choose(OP, settings, num_tokens=tokens, capacity=2304, requested=2048, bucket=2048)
     assert launch.skip_rows is (tokens in (0, 1536, 2304))
     assert launch.prebuild == (prebuild if tokens else "compact")
     assert launch.tail_reduce is False
+    assert launch.reduce_threads == 192
 
 
 @pytest.mark.parametrize(
@@ -331,17 +371,15 @@ def test_what_kernels_are_told(tokens: int, prebuild: str) -> None:
 )
 def test_reducer_blocks_go_by_the_tokens_that_were_asked_for(requested: int, blocks: int) -> None:
     capacity = -(-requested // 384) * 384
-    launch = choose(OP, made(), num_tokens=1, capacity=capacity, bucket=requested)
-    assert launch.reduce_blocks == blocks
-    # A bucket that was set apart does not make a large buffer small.
-    if capacity > 2304:
-        assert choose(OP, made(), num_tokens=1, capacity=capacity, bucket=64).reduce_blocks == 128
+    for bucket in (1, min(requested, 64), requested):  # a smaller bucket does not make a large buffer small
+        launch = choose(OP, made(), num_tokens=1, capacity=capacity, requested=requested, bucket=bucket)
+        assert launch.reduce_blocks == blocks
 
 
 def test_reasons_say_what_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     def reason(tokens: int = 5, **options: Any) -> str:
         settings = routing.settings()
-        return choose(OP, settings, num_tokens=tokens, capacity=384, bucket=5, **options).reason
+        return choose(OP, settings, num_tokens=tokens, capacity=384, requested=5, bucket=5, **options).reason
 
     assert reason(129) == "num_tokens 129 is above 128"
     assert reason(dispatch_num_tokens=128) == "dispatch_num_tokens 128 is within 128"
@@ -357,117 +395,4 @@ def test_reasons_say_what_decided(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_errors_are_what_callers_of_both_libraries_catch() -> None:
     for kind in (RuntimeError, ValueError, DGError):
         with pytest.raises(kind):
-            choose(OP, made(), num_tokens=5, capacity=384, bucket=5, big=True, stages=True)
-
-
-# Recorded graphs --------------------------------------------------------------------------------------------
-
-
-def call(op: str = OP, **flags: bool) -> MegaCall:
-    launch = choose(op, made(), num_tokens=5, capacity=384, bucket=5, **(flags or {"big": True}))
-    return MegaCall(op, launch, 5, None, None, None, None, float("inf"), True)
-
-
-class Runs:
-    """A ``run`` that notes its arguments, and fails for buffers that are destroyed."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[Any, MegaCall]] = []
-        self.destroyed: set[Any] = set()
-
-    def __call__(self, buffer: Any, made_call: MegaCall) -> None:
-        if buffer in self.destroyed:
-            raise ArgumentError(f"{made_call.op}: sym_buffer was destroyed")
-        self.seen.append((buffer, made_call))
-
-
-def test_calls_are_kept_and_run_at_each_replay() -> None:
-    runs, first, second = Runs(), call(), call(stages=True)
-    with graph.RecordedGraph() as recorded:
-        assert graph.current() is recorded
-        recorded.add("a", first, runs)
-        recorded.add("b", second, runs)
-    assert graph.current() is None
-    assert runs.seen == []
-    assert [(kept.buffer, kept.call) for kept in recorded.launches] == [("a", first), ("b", second)]
-    recorded.replay()
-    recorded.replay()
-    assert runs.seen == [("a", first), ("b", second)] * 2
-
-
-def test_replay_after_destroy_is_an_error() -> None:
-    runs = Runs()
-    with graph.RecordedGraph() as recorded:
-        recorded.add("a", call(), runs)
-    recorded.replay()
-    runs.destroyed.add("a")
-    with pytest.raises(ArgumentError, match="sym_buffer was destroyed"):
-        recorded.replay()
-
-
-def test_graphs_do_not_nest_and_record_once() -> None:
-    with graph.RecordedGraph() as recorded:
-        with pytest.raises(ArgumentError, match="do not nest"), graph.RecordedGraph():
-            pass
-        assert graph.current() is recorded
-    with pytest.raises(ArgumentError, match="has recorded"), recorded:
-        pass
-    assert graph.current() is None
-
-
-def _breaks(recorded: graph.RecordedGraph) -> None:
-    with recorded:
-        recorded.add("a", call(), Runs())
-        raise OSError("inside")
-
-
-def test_a_graph_that_cannot_be_replayed_says_why() -> None:
-    recorded = graph.RecordedGraph()
-    with pytest.raises(ArgumentError, match="nothing was recorded"):
-        recorded.replay()
-    with recorded, pytest.raises(ArgumentError, match="still recording"):
-        recorded.replay()
-    recorded.replay()  # an empty one is a graph too
-    broken = graph.RecordedGraph()
-    with pytest.raises(OSError, match="inside"):
-        _breaks(broken)
-    assert graph.current() is None
-    with pytest.raises(ArgumentError, match="ended in an error"):
-        broken.replay()
-
-
-def test_only_graph_calls_inside_the_block_are_kept() -> None:
-    recorded = graph.RecordedGraph()
-    with pytest.raises(ArgumentError, match="does not record"):
-        recorded.add("a", call(), Runs())
-    eager = replace(call(), launch=choose(OP, made(), num_tokens=5, capacity=384, bucket=5))
-    with recorded, pytest.raises(ArgumentError, match="needs big_fused_cuda_graph=True or stages"):
-        recorded.add("a", eager, Runs())
-    assert recorded.launches == ()
-
-
-def _in_a_thread(work: Callable[[], Any]) -> Any:
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(work()))
-    thread.start()
-    thread.join()
-    return found[0]
-
-
-def test_other_threads_do_not_record() -> None:
-    cpu = torch.device("cpu")
-    assert not graph.is_capturing(cpu)
-    with graph.RecordedGraph():
-        assert graph.is_capturing(cpu)
-        assert _in_a_thread(graph.current) is None
-        assert _in_a_thread(lambda: graph.is_capturing(cpu)) is False
-    assert not graph.is_capturing(cpu)
-
-
-@pytest.mark.parametrize("capturing", [False, True])
-def test_a_stream_capture_is_asked_of_torch_on_cuda_alone(
-    capturing: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    assert graph.is_capturing(torch.device("cuda")) is capturing
-    assert graph.is_capturing(torch.device("cpu")) is False
+            choose(OP, made(), num_tokens=5, capacity=384, requested=5, bucket=5, big=True, stages=True)

@@ -283,7 +283,11 @@ def test_generations_pass_the_end_of_32_bits(shm: Path) -> None:
 
 def test_words_of_a_device_are_reached_through_tensors(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What control memory of a card is read and written by; here over memory of the CPU."""
-    monkeypatch.setattr(direct, "words_of", lambda control, part: part.view(control).reshape(-1))
+
+    def through_tensors(control: Any, part: Any, dtype: Any = None) -> Any:
+        return part.view(control).reshape(-1).view(dtype or part.dtype)
+
+    monkeypatch.setattr(direct, "words_of", through_tensors)
 
     def work(me: int, layout: Any, memory: Any, exchange: symm.Exchange) -> int:
         fill(layout, me, memory.data, 30)

@@ -126,7 +126,7 @@ class ReferenceMega:
         order = source[:, 3].argsort(stable=True)
         self._views["row_source"][: len(order)] = source[order]
         self._views["row_weight"][: len(order)] = weight[order]
-        self._views["runtime_tokens"].copy_(torch.tensor(counts, dtype=torch.int32))
+        self._views["runtime_tokens"].copy_(torch.tensor(counts, dtype=torch.int32, device="cpu"))
         if stats is not None:
             stats += arrived[: len(stats)].to(stats.dtype)
 

@@ -12,16 +12,11 @@ import math
 import torch
 from torch import Tensor
 
-from dg_core.mega.layout import Format
+from dg_core.mega.layout import Format, live
 from dg_core.mega.weights import ExpertWeights
 from dg_core.quant import per_token_cast_to_fp8
 
 from .operand import TILE, Operand, product, steps
-
-
-def _live(idx: Tensor, weight: Tensor, experts: range) -> Tensor:
-    """True for the slots that go to one of ``experts``. A weight of NaN is not 0, so its route is live."""
-    return (idx >= experts.start) & (idx < experts.stop) & (weight != 0)
 
 
 def live_routes(idx: Tensor, weight: Tensor, count: int, experts: range) -> Tensor:
@@ -35,7 +30,7 @@ def live_routes(idx: Tensor, weight: Tensor, count: int, experts: range) -> Tens
     Returns:
         int32 ``[n, 3]``: token, slot, and the expert counted from the first of ``experts``.
     """
-    places = _live(idx[:count], weight[:count], experts).nonzero()
+    places = live(idx[:count], weight[:count], experts).nonzero()
     local = idx[places[:, 0], places[:, 1]] - experts.start
     return torch.cat([places, local[:, None]], 1).to(torch.int32)
 
@@ -109,8 +104,8 @@ def combine_rows(combine: Tensor, idx: Tensor, weight: Tensor, count: int, num_e
     Returns:
         bf16 ``[count, H]``.
     """
-    live = _live(idx[:count], weight[:count], range(num_experts))
+    kept = live(idx[:count], weight[:count], range(num_experts))
     total = torch.zeros(count, combine.shape[2], dtype=torch.float32, device=combine.device)
     for slot, rows in enumerate(combine):
-        total += torch.where(live[:, slot, None], rows[:count].float(), 0.0)
+        total += torch.where(kept[:, slot, None], rows[:count].float(), 0.0)
     return total.to(torch.bfloat16)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
@@ -15,17 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import rules
+from .. import config, rules
 from ..arguments import Scaled
 from ..backend import MegaCall
-from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
 from ..quant import per_token_cast_to_fp8
 from . import graph, routing
 from .buffer import SymmBuffer
-from .layout import Format, check_format
+from .layout import Format, check_activation, check_format
 from .weights import check_weights
 
 _Recipe = Sequence[int]
+_MOST = torch.finfo(torch.float32).max
 
 
 def fp8_fp4_mega_moe(
@@ -67,8 +69,10 @@ def fp8_fp4_mega_moe(
             different counts choose the same path; the largest count of all ranks, say. It sizes nothing.
 
     Raises:
-        ArgumentError: an option breaks its rule, the buffer is of another format or destroyed, or a call
-            without a graph flag is captured.
+        ArgumentError: an option breaks its rule, the buffer is of another format or destroyed, a call without
+            a graph flag is captured, y or the statistics were made in inference mode and it is off, or
+            DG_CHECK_DEVICE=1 finds an id that is neither -1 nor an expert's.
+        UnsupportedError: a tensor is no plain strided one, or the backend's stages cannot be captured.
         ShapeError, DTypeError, DeviceError: a tensor breaks its signature.
         CommError: a rank failed, is gone (PeerLostError) or did not come (CommTimeoutError); the buffer is
             then at its end.
@@ -158,8 +162,7 @@ def _mega_moe(
 ) -> None:  # fmt: skip
     buffer, fmt = _usable(op, sym_buffer)
     _check_recipe(op, fmt, recipe)
-    if activation != "swiglu":
-        raise ArgumentError(f"{op}: activation is {activation!r}; it must be 'swiglu'")
+    check_activation(op, activation)
     limit = _clamp(op, clamp)
     for name, value in (
         ("fast_math", fast_math),
@@ -167,15 +170,16 @@ def _mega_moe(
         ("stages_fused_cuda_graph", stages),
     ):
         rules.flag(op, name, value)
+    _check_operands(op, buffer, y=y, cumulative_local_expert_recv_stats=stats, l1_weights=l1, l2_weights=l2)
     _check_y(op, buffer, y)
     _check_stats(op, buffer, stats)
     check_weights(op, buffer.layout, buffer.rank, l1, l2)
-    _check_devices(op, buffer, y=y, cumulative_local_expert_recv_stats=stats, l1_weights=l1, l2_weights=l2)
     launch = routing.choose(
         op,
         buffer.settings,
         num_tokens=y.shape[0],
         capacity=buffer.num_max_tokens_per_rank,
+        requested=buffer.layout.requested_tokens,
         bucket=buffer.cuda_graph_max_tokens_per_rank,
         dispatch_num_tokens=dispatch_num_tokens,
         big=bool(big),
@@ -184,12 +188,47 @@ def _mega_moe(
         stats=stats is not None,
     )
     rows = launch.rows
-    call = MegaCall(op, launch, rows, _frozen(l1), _frozen(l2), y[:rows], stats, limit, bool(fast_math))
+    # Detached: y is only written, and some views of a tensor that requires gradients can be so no other way.
+    out = y.detach()[:rows]
+    call = MegaCall(op, launch, rows, _frozen(l1), _frozen(l2), out, stats, limit, bool(fast_math))
     recording = graph.current()
     if recording is not None:
-        recording.add(buffer, call, SymmBuffer.run)
+        recording.add(buffer, call, _run)
     else:
-        buffer.run(call)
+        _run(buffer, call)
+
+
+def _run(buffer: SymmBuffer, call: MegaCall, parts: tuple[str, ...] = ()) -> None:
+    """Run a checked call behind what is known only then, which for a recorded one is at each replay."""
+    op = call.op
+    buffer.require_alive(op)
+    captured = graph.is_captured(buffer.device)
+    if captured and not buffer.capturable:
+        raise UnsupportedError(
+            f"{op}: a CUDA graph is being captured, and the stages of the {buffer.backend_name} backend "
+            "cannot be; dg_core.mega.graph.RecordedGraph records calls of any backend"
+        )
+    for name, out in (("y", call.y), ("cumulative_local_expert_recv_stats", call.stats)):
+        if out is not None and out.is_inference() and not torch.is_inference_mode_enabled():
+            raise ArgumentError(
+                f"{op}: {name} was made in inference mode, which is off now, so it cannot be written"
+            )
+    if config.env("DG_CHECK_DEVICE") and not captured and parts in ((), ("k1",)):
+        _check_ids(buffer, call)
+    buffer.run(call, parts)
+
+
+def _check_ids(buffer: SymmBuffer, call: MegaCall) -> None:
+    """Raise on an id of this rank's tokens that is neither -1 nor an expert's; waits for the device."""
+    count, last = call.num_tokens, buffer.num_experts - 1
+    if call.launch.graph:
+        count = min(max(int(buffer.cuda_graph_num_tokens), 0), count)
+    ids = buffer.topk_idx[:count]
+    wrong = ((ids < -1) | (ids > last)).nonzero()
+    if len(wrong):
+        at = wrong[0].tolist()
+        value = int(ids[tuple(at)])
+        raise ArgumentError(f"{call.op}: topk_idx{at} is {value} on the device; it must be in [-1, {last}]")
 
 
 # The stages alone -------------------------------------------------------------------------------------------
@@ -216,20 +255,21 @@ def mega_moe_k1(
     buffer, _ = _usable(op, sym_buffer)
     tokens = rules.integer(0)(op, "num_tokens", num_tokens)
     stats = cumulative_local_expert_recv_stats
+    _check_operands(op, buffer, cumulative_local_expert_recv_stats=stats, l1_weights=l1_weights)
     _check_stats(op, buffer, stats)
     check_weights(op, buffer.layout, buffer.rank, l1_weights, None)
-    _check_devices(op, buffer, cumulative_local_expert_recv_stats=stats, l1_weights=l1_weights)
     launch = routing.choose(
         op,
         dataclasses.replace(buffer.settings, mode="staged"),
         num_tokens=tokens,
         capacity=buffer.num_max_tokens_per_rank,
+        requested=buffer.layout.requested_tokens,
         bucket=buffer.cuda_graph_max_tokens_per_rank,
         capturing=graph.is_capturing(buffer.device),
         stats=stats is not None,
     )
     call = MegaCall(op, launch, tokens, _frozen(l1_weights), None, None, stats, math.inf, True)
-    buffer.run(call, ("k1",))
+    _run(buffer, call, ("k1",))
 
 
 def mega_moe_k2(
@@ -249,7 +289,7 @@ def mega_moe_k2(
     rules.flag(op, "fast_math", fast_math)
     before = _before(op, buffer, ("k1", "k2"))
     call = dataclasses.replace(before, op=op, l1=None, stats=None, clamp=limit, fast_math=bool(fast_math))
-    buffer.run(call, ("k2",))
+    _run(buffer, call, ("k2",))
 
 
 def mega_moe_k3(y: Tensor, l2_weights: Scaled | Tensor, sym_buffer: SymmBuffer) -> None:
@@ -266,15 +306,17 @@ def mega_moe_k3(y: Tensor, l2_weights: Scaled | Tensor, sym_buffer: SymmBuffer) 
     op = "mega_moe_k3"
     buffer, _ = _usable(op, sym_buffer)
     before = _before(op, buffer, ("k2",))
+    _check_operands(op, buffer, y=y, l2_weights=l2_weights)
     _check_y(op, buffer, y)
     if y.shape[0] != before.num_tokens:
         raise ShapeError(
             f"{op}: y has {y.shape[0]} rows but mega_moe_k1 was told num_tokens = {before.num_tokens}"
         )
     check_weights(op, buffer.layout, buffer.rank, None, l2_weights)
-    _check_devices(op, buffer, y=y, l2_weights=l2_weights)
-    call = dataclasses.replace(before, op=op, l2=_frozen(l2_weights), y=y, clamp=math.inf, fast_math=True)
-    buffer.run(call, ("k3",))
+    call = dataclasses.replace(
+        before, op=op, l2=_frozen(l2_weights), y=y.detach(), clamp=math.inf, fast_math=True
+    )
+    _run(buffer, call, ("k3",))
 
 
 def _before(op: str, buffer: SymmBuffer, stages: tuple[str, ...]) -> MegaCall:
@@ -315,6 +357,7 @@ def mega_moe_pre_dispatch(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, sym
     """
     op = "mega_moe_pre_dispatch"
     buffer, fmt = _usable(op, sym_buffer)
+    _check_operands(op, buffer, x=x, topk_idx=topk_idx, topk_weights=topk_weights)
     rules.tensor(torch.bfloat16, axes=(2,))(op, "x", x)
     rules.tensor(torch.int32, torch.int64, axes=(2,))(op, "topk_idx", topk_idx)
     rules.tensor(torch.float32, axes=(2,))(op, "topk_weights", topk_weights)
@@ -332,7 +375,6 @@ def mega_moe_pre_dispatch(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, sym
             raise ShapeError(
                 f"{op}: {name} has shape {tuple(given.shape)}; it must be (n, {axis}) = {(n, columns)}"
             )
-    _check_devices(op, buffer, x=x, topk_idx=topk_idx, topk_weights=topk_weights)
     if n == 0:
         return 0
     with torch.no_grad():
@@ -374,9 +416,16 @@ def _clamp(op: str, value: Any) -> float:
     """The limit of gate and up; inf for none."""
     if value is None:
         return math.inf
-    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
+    limit = math.nan
+    if not isinstance(value, bool) and isinstance(value, Real):
+        try:
+            limit = float(value)
+        except OverflowError:  # of an integer or a fraction
+            limit = math.inf if operator.gt(value, 0) else -math.inf
+    if not limit > 0:
         raise ArgumentError(f"{op}: activation_clamp is {value!r}; it must be a positive number or None")
-    return float(value)
+    # What float32 cannot hold limits no float32.
+    return math.inf if limit > _MOST else limit
 
 
 def _check_y(op: str, buffer: SymmBuffer, y: Any) -> None:
@@ -403,16 +452,34 @@ def _check_stats(op: str, buffer: SymmBuffer, stats: Any) -> None:
         )
 
 
-def _check_devices(op: str, buffer: SymmBuffer, **operands: Any) -> None:
+def _check_operands(op: str, buffer: SymmBuffer, **operands: Any) -> None:
+    """Hold what is a tensor, or a pair of them, against what stages rely on: they read and write memory."""
     for name, operand in operands.items():
         parts = operand if isinstance(operand, (tuple, list)) else (operand,)
         for position, part in enumerate(parts):
-            if isinstance(part, Tensor) and part.device != buffer.device:
-                told = name if len(parts) == 1 else f"{name}[{position}]"
-                raise DeviceError(
-                    f"{op}: {told} is on {part.device} but sym_buffer is on {buffer.device}; one call, one "
-                    "device"
-                )
+            if isinstance(part, Tensor):
+                _check_memory(op, buffer, name if len(parts) == 1 else f"{name}[{position}]", part)
+
+
+def _check_memory(op: str, buffer: SymmBuffer, name: str, x: Tensor) -> None:
+    if x.is_nested or x.layout != torch.strided:
+        raise UnsupportedError(
+            f"{op}: {name} is nested or has layout {x.layout}; it must be a strided tensor"
+        )
+    if type(x).__torch_dispatch__ != Tensor.__torch_dispatch__:
+        raise UnsupportedError(
+            f"{op}: {name} is a {type(x).__name__}, which is more or other than its memory; give a plain "
+            "tensor"
+        )
+    if x.is_neg() or x.is_conj():
+        raise UnsupportedError(
+            f"{op}: {name} is a negative or conjugate view (is_neg(), is_conj()); give its base, or for what "
+            "is only read resolve_neg()"
+        )
+    if x.device != buffer.device:
+        raise DeviceError(
+            f"{op}: {name} is on {x.device} but sym_buffer is on {buffer.device}; one call, one device"
+        )
 
 
 def _frozen(weights: Any) -> Any:

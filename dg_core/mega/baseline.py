@@ -249,7 +249,7 @@ def get_mega_moe_hip_build_config() -> dict[str, Any]:
         "has_fp4_api": False,  # of this package of names; dg_core itself has fp8_fp4_mega_moe
         "fusion_boundary": "dispatch_pool_l1_swiglu_quant_l2_combine",
         "large_opt_3stage_env": variables[_MODE].name,
-        "large_opt_3stage_auto_values": tuple(sorted(routing._AUTO)),
+        "large_opt_3stage_auto_values": tuple(sorted(routing.AUTO_WORDS)),
         "large_opt_3stage_threshold_env": variables[_THRESHOLD].name,
         "large_opt_3stage_default_threshold": variables[_THRESHOLD].default,
         "large_opt_3stage_shape": {

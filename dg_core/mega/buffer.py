@@ -2,8 +2,8 @@
 
 Making one is collective, in steps that every rank takes: *agree* (all gave the same sizes and settings),
 *choose* a provider of peer memory, *allocate*, *map*, *zero*, *ready*. If a step fails on one rank, all ranks
-raise, and the error names step and rank. Nothing is allocated after that: no call makes a view or a
-workspace.
+raise, and the error names step and rank. What ranks share, the workspace and their views are made here, and
+no call makes them again; what the stages of the reference compute with in between is torch's own memory.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from torch import Tensor
 
 from .. import config, dispatch, rules, symm
 from ..backend import MegaCall, MegaCapable, MegaMoe, MegaStages
-from ..errors import ArgumentError, CommError, DGError, UnsupportedError
+from ..errors import ArgumentError, CommError, DeviceError, DGError, UnsupportedError
 from ..peers.meeting import Meeting
+from ..symm import MAKER
 from . import routing
-from .layout import FORMATS, TOKEN_ALIGNMENT, Slice, SymmLayout, local_experts, symm_layout
+from .layout import FORMATS, TOKEN_ALIGNMENT, Slice, SymmLayout, check_activation, local_experts, symm_layout
+from .use import Unique, Use
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
 
-MAKER = "get_symm_buffer_for_mega_moe"  # the function that errors of construction speak of
 STAGES = ("k1", "k2", "k3")
 # What refers to shared memory; a destroyed buffer has None in its place.
 MEMORY_FIELDS = (
@@ -55,7 +56,7 @@ def token_alignment_for_mega_moe() -> int:
     return TOKEN_ALIGNMENT
 
 
-class SymmBuffer:
+class SymmBuffer(Unique):
     """Shared memory of all ranks for one mixture of experts; made by all ranks of ``group`` together.
 
     Args:
@@ -64,7 +65,8 @@ class SymmBuffer:
         num_experts: of all ranks together. Rank r owns ``cdiv(num_experts, ranks)`` consecutive ones from
             ``r * cdiv(num_experts, ranks)`` on, the last ranks fewer where that does not divide evenly.
         num_max_tokens_per_rank: the most tokens that a rank brings to one call; rounded up to a multiple of
-        384. num_topk: slots of a token, 1 to 32.
+            384.
+        num_topk: slots of a token, 1 to 32.
         hidden, intermediate_hidden: multiples of 128.
         num_ring_tokens: accepted for programs that pass it; room is always made for every route, so there is
             no ring.
@@ -73,8 +75,8 @@ class SymmBuffer:
         activation: ``swiglu``.
         cuda_graph_max_tokens_per_rank: rows of a captured call (the bucket), in [1, num_max_tokens_per_rank];
             left out, the requested number of tokens.
-        device: where the memory lies; left out, the CPU for a group that runs on Gloo alone, else the current
-            accelerator, else the CPU.
+        device: a CPU or a CUDA (or HIP) device; left out, the CPU for a group that runs on Gloo alone, else
+            the current accelerator, else the CPU.
         provider: how ranks share memory; left out, DG_SYMM_PROVIDER.
 
     Attributes:
@@ -88,10 +90,11 @@ class SymmBuffer:
         buffer, route_scratch: int8, all of the shared data, and this rank's workspace.
         l1_acts, l1_acts_sf, l2_acts, l2_acts_sf: rows between the stages, parts of ``route_scratch``.
         stages: every region of ``route_scratch`` by name.
-        layout, settings, exchange, provider_name, rank, ranks, device: what it was made of.
+        layout, settings, exchange, provider_name, backend_name, rank, ranks, device: what it was made of.
 
     Raises:
         ArgumentError: an argument or variable breaks its rule, or ranks gave different ones.
+        DeviceError: there is no such device here, or it is of a kind that holds no buffer.
         BackendUnavailable: the provider that was asked for cannot run here.
         CommError: a step failed on a rank, or a rank did not come (CommTimeoutError).
     """
@@ -125,13 +128,14 @@ class SymmBuffer:
         provider: str | None = None,
     ) -> None:
         self._closed = True  # nothing to free yet
+        self._use = Use()
         self._told = False
         self._failure: CommError | None = None
         self._memory: symm.Memory | None = None
         self._stages: MegaStages | None = None
         self.progress: tuple[str, MegaCall] | None = None  # the last single stage that ran, with its call
         self.group = _members(group)
-        settings, timeout = _settings()
+        settings, timeout = routing.settings_or_error()
         meeting = Meeting.alone() if self.group is None else Meeting(self.group, timeout)
         self.rank: int = meeting.rank
         self.ranks: int = meeting.ranks
@@ -156,7 +160,8 @@ class SymmBuffer:
             try:
                 _step(meeting, "ready", self._bind)
             except BaseException:
-                self._free()
+                with contextlib.suppress(Exception):  # what failed first is what is told
+                    self._free()
                 raise
 
     # Construction -------------------------------------------------------------------------------------------
@@ -166,8 +171,7 @@ class SymmBuffer:
         bucket: int | None,
     ) -> None:  # fmt: skip
         """Check the arguments and keep what follows from them."""
-        if activation != "swiglu":
-            raise ArgumentError(f"{MAKER}: activation is {activation!r}; it must be 'swiglu'")
+        check_activation(MAKER, activation)
         experts, tokens, topk, hidden, intermediate = sizes
         self.layout: SymmLayout = symm_layout(
             mma_type, self.ranks, experts, tokens, topk, hidden, intermediate
@@ -182,17 +186,16 @@ class SymmBuffer:
                 f"{MAKER}: cuda_graph_max_tokens_per_rank is {bucket!r}; it must be an integer in "
                 f"[1, num_max_tokens_per_rank = {requested}]"
             )
-        self.num_experts = self.layout.num_experts
+        self.num_experts, self.num_topk = self.layout.num_experts, self.layout.topk
         self.num_max_tokens_per_rank = self.layout.max_tokens
-        self.num_topk = self.layout.topk
-        self.hidden = self.layout.hidden
-        self.intermediate_hidden = self.layout.intermediate
+        self.hidden, self.intermediate_hidden = self.layout.hidden, self.layout.intermediate
         self.mma_type = self.layout.mma_type
         self.activation = activation
         self.cuda_graph_max_tokens_per_rank = int(bucket)
 
     def _terms(self, provider: str) -> dict[str, Any]:
-        """What must be the same on all ranks: sizes and format, and the settings that steer a call's path."""
+        """What must be the same on all ranks: sizes and format, and the settings that decide how often and
+        with what words they meet in a call. How long one waits may differ, and what only its kernels see."""
         return {
             "num_experts": self.num_experts,
             "num_max_tokens_per_rank": self.layout.requested_tokens,
@@ -203,6 +206,7 @@ class SymmBuffer:
             "mode": self.settings.mode,
             "threshold": self.settings.threshold,
             "tail_reduce": self.settings.tail_reduce,
+            "check_uniform": self.settings.check_uniform,
             "provider": provider,
         }
 
@@ -212,7 +216,7 @@ class SymmBuffer:
         assert memory is not None
         self.provider_name: str = self.exchange.provider
         self.buffer = memory.data
-        # Pages come when they are touched, so room for every route costs what the routes of a call use.
+        # On a CPU pages come when they are touched, so room for every route costs what a call's routes use.
         self.route_scratch = torch.empty(self.layout.scratch_bytes, dtype=torch.int8, device=self.device)
         self.stages: Mapping[str, Tensor] = _views(self.layout.scratch, self.route_scratch)
         views = {
@@ -229,7 +233,7 @@ class SymmBuffer:
         backend, _ = dispatch.choose(self.device, MegaMoe, op)
         if not isinstance(backend, MegaCapable):
             raise UnsupportedError(f"{op}: the {backend.name} backend has no Mega MoE")
-        self._backend_name = backend.name
+        self.backend_name = backend.name
         self._stages = backend.mega(
             MegaMoe(op, self.mma_type, self.rank, self.layout), self.exchange, MappingProxyType(views)
         )
@@ -240,6 +244,11 @@ class SymmBuffer:
     def local_experts(self) -> range:
         """The experts of this rank, by their global ids."""
         return local_experts(self.num_experts, self.ranks, self.rank)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether the backend's stages may run inside a capture of their stream: they say so themselves."""
+        return bool(getattr(self._stages, "capturable", False))
 
     def require_alive(self, op: str) -> None:
         """Raise what keeps ``op`` from using the buffer.
@@ -265,8 +274,10 @@ class SymmBuffer:
             CommError: another rank failed, is gone or does not come.
         """
         self.require_alive(call.op)
-        if not parts:
-            parts = STAGES if call.launch.path == "staged" else ("fused",)
+        with self._use.of(call.op):
+            self._run(call, parts or (STAGES if call.launch.path == "staged" else ("fused",)))
+
+    def _run(self, call: MegaCall, parts: tuple[str, ...]) -> None:
         phase = parts[0]
         try:
             for phase in parts:
@@ -285,10 +296,10 @@ class SymmBuffer:
             self.buffer.zero_()
 
     def check(self) -> None:
-        """Raise the failure that ended the buffer, as often as it is asked; nothing happens where there is
-        none.
-                Raises:
-                    CommError: a wait ended without what it waited for, on this rank or another.
+        """Raise the failure that ended the buffer, as often as it is asked; nothing happens without one.
+
+        Raises:
+            CommError: a wait ended without what it waited for, on this rank or another.
         """
         if self._closed:
             if self._failure is not None:
@@ -320,7 +331,9 @@ class SymmBuffer:
         a call when another destroys the buffer, so programs wait for each other before.
 
         Raises:
-            CommError: a call failed and nobody was told yet. The memory is free all the same.
+            CommError: a call failed and nobody was told yet.
+            Exception: what a step of freeing raised; the other steps were taken. The memory is free all the
+                same.
         """
         if self._closed:
             return
@@ -330,17 +343,19 @@ class SymmBuffer:
             raise failure
 
     def _free(self) -> CommError | None:
-        """Give everything back; returns the failure that stands."""
+        """Give everything back, whatever step of it raises; returns the failure that stands."""
         self._closed = True
         exchange, memory = self.exchange, self._memory
         self._stages = self._memory = self.progress = None
         self.stages = MappingProxyType({})
         for name in MEMORY_FIELDS:
             setattr(self, name, None)
-        exchange.close()
-        if memory is not None:
-            memory.close()
-        self._failure = exchange.failure
+        try:
+            exchange.close()
+        finally:
+            self._failure = exchange.failure
+            if memory is not None:
+                memory.close()
         return self._failure
 
     def __del__(self) -> None:
@@ -364,10 +379,8 @@ class SymmBuffer:
         return (
             f"SymmBuffer: rank {self.rank} of {self.ranks} on {self.device}, {experts}, graph bucket "
             f"{self.cuda_graph_max_tokens_per_rank}; {state}\n"
-            f"  memory: {self.provider_name} ({self.exchange.reason}); stages: {self._backend_name}\n"
-            f"  path: {s.mode}, staged above {s.threshold} tokens"
-            + (f" ({sources})" if sources else "")
-            + "\n"
+            f"  memory: {self.provider_name} ({self.exchange.reason}); stages: {self.backend_name}\n"
+            f"  path: {s.mode}, staged above {s.threshold} tokens{f' ({sources})' if sources else ''}\n"
             f"  {self.layout.describe()}"
         )
 
@@ -394,22 +407,13 @@ def get_symm_buffer_for_mega_moe(
         use_fp8_dispatch: accepted and ignored, since ``mma_type`` says what is dispatched.
 
     Raises:
-        ArgumentError, BackendUnavailable, CommError: as for ``SymmBuffer``.
+        ArgumentError, DeviceError, BackendUnavailable, CommError: as for ``SymmBuffer``.
     """
     return SymmBuffer(
-        group,
-        num_experts,
-        num_max_tokens_per_rank,
-        num_topk,
-        hidden,
-        intermediate_hidden,
-        num_ring_tokens,
-        mma_type,
-        activation,
-        cuda_graph_max_tokens_per_rank=cuda_graph_max_tokens_per_rank,
-        device=device,
+        group, num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden, num_ring_tokens,
+        mma_type, activation, cuda_graph_max_tokens_per_rank=cuda_graph_max_tokens_per_rank, device=device,
         provider=provider,
-    )
+    )  # fmt: skip
 
 
 # Pieces of construction -------------------------------------------------------------------------------------
@@ -432,17 +436,8 @@ def _members(group: Any) -> dist.ProcessGroup | None:
     return group
 
 
-def _settings() -> tuple[routing.Settings | DGError, int]:
-    """The settings, or what is wrong with the environment: the other ranks shall hear of it too, in a step
-    that waits for as long as the second value says."""
-    try:
-        settings = routing.settings()
-    except DGError as error:
-        return error, int(config.VARIABLES["DG_COMM_TIMEOUT_S"].default)
-    return settings, settings.timeout_s
-
-
 def _device(device: torch.device | str | None, group: dist.ProcessGroup | None) -> torch.device:
+    """The device that is meant, as its tensors name it: a CPU has no number there, a CUDA device has one."""
     if device is None:
         on_cpu = group is not None and dist.get_backend(group) == "gloo"
         return torch.device("cpu") if on_cpu else dispatch.default_device()
@@ -450,9 +445,14 @@ def _device(device: torch.device | str | None, group: dist.ProcessGroup | None) 
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ArgumentError(f"{MAKER}: device is {device!r}; it must be a device of torch") from error
-    if str(found) == "cuda":  # the current one is meant
-        return torch.device("cuda", torch.cuda.current_device())
-    return found
+    if found.type == "cpu":
+        return torch.device("cpu")
+    if found.type != "cuda":
+        raise DeviceError(f"{MAKER}: device is {device!r}; it must be a CPU or a CUDA device")
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not there or (found.index or 0) >= there:
+        raise DeviceError(f"{MAKER}: device is {device!r}; this process sees {there} CUDA devices")
+    return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
 
 
 def _views(parts: tuple[Slice, ...], storage: Tensor) -> Mapping[str, Tensor]:

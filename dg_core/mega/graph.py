@@ -99,8 +99,14 @@ def current() -> RecordedGraph | None:
     return getattr(_recording, "graph", None)
 
 
+def is_captured(device: torch.device) -> bool:
+    """True where torch captures the stream that ``device`` has now, whichever device is the current one."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
 def is_capturing(device: torch.device) -> bool:
     """True where a call on ``device`` is recorded: by a RecordedGraph, or by a capture of its stream."""
-    if current() is not None:
-        return True
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return current() is not None or is_captured(device)

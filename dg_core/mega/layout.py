@@ -21,6 +21,7 @@ from torch import Tensor
 from .. import rules
 from ..errors import ArgumentError, DTypeError, ShapeError
 from ..layout import ScaleFormat, align, ceil_div, dtype_name
+from ..symm import MAKER
 
 TOKEN_ALIGNMENT = (
     384  # a multiple of 8, 16, 32, 64, 96, 128 and 192: the tile heights of both libraries' kernels
@@ -29,8 +30,6 @@ REGION_ALIGNMENT = 128  # bytes: a cache line, and the swizzle atom of a tensor 
 MAX_TOPK = 32  # a warp holds a token's slots, one a lane
 MAX_RANKS = 72  # one NVLink domain of today
 SIZE_ALIGNMENT = 128  # hidden and intermediate: a block of the scales of fp8_block
-
-_MAKER = "get_symm_buffer_for_mega_moe"  # what a user calls to get a layout, so what errors speak of
 
 
 # Formats ----------------------------------------------------------------------------------------------------
@@ -103,6 +102,16 @@ def check_format(op: str, mma_type: str) -> Format:
     return fmt
 
 
+def check_activation(op: str, activation: Any) -> None:
+    """Hold ``activation`` against the one that there is.
+
+    Raises:
+        ArgumentError: it is another.
+    """
+    if activation != "swiglu":
+        raise ArgumentError(f"{op}: activation is {activation!r}; it must be 'swiglu'")
+
+
 # Experts and their ranks ------------------------------------------------------------------------------------
 
 
@@ -113,11 +122,10 @@ def local_experts(num_experts: int, ranks: int, rank: int) -> range:
     return range(min(rank * per, num_experts), min((rank + 1) * per, num_experts))
 
 
-def owner(expert: int, num_experts: int, ranks: int) -> int:
-    """The rank that owns ``expert``; -1 where the id is out of range, which drops the route."""
-    if not 0 <= expert < num_experts:
-        return -1
-    return expert // ceil_div(num_experts, ranks)
+def live(ids: Tensor, weights: Tensor, experts: range) -> Tensor:
+    """True for the slots that go to one of ``experts``: the id is one of theirs and the weight is not 0. A
+    weight of NaN is not 0."""
+    return (ids >= experts.start) & (ids < experts.stop) & (weights != 0)
 
 
 # Regions ----------------------------------------------------------------------------------------------------
@@ -225,6 +233,11 @@ class SymmLayout:
             raise KeyError(f"no region {name!r} for {self.mma_type}; there are {', '.join(self._by_name)}")
         return found
 
+    def owners(self, ids: Tensor, weights: Tensor) -> Tensor:
+        """int64 like ``ids``: the rank that owns each slot's expert, -1 for a slot that is dropped."""
+        kept = live(ids, weights, range(self.num_experts))
+        return torch.where(kept, ids // self.experts_per_rank, -1)
+
     def describe(self) -> str:
         """The layout as a table, one line a region: offset, bytes, dtype, shape and name."""
         lines = [
@@ -270,7 +283,7 @@ def _control_regions(ranks: int) -> list[_Region]:
         ("published", torch.int32, (2, 8)),
         ("arrive", torch.int32, (ranks,)),
         ("done", torch.int32, (ranks,)),
-        ("abort", torch.int32, (8,)),  # nonzero once ended, then rank, peer, phase and generation
+        ("abort", torch.int32, (8,)),  # 8 bytes, one store: cause, rank, peer and phase; then the generation
         ("local", torch.int32, (16,)),  # a kernel's own: block counter and sense, tail counter, generation
     ]
 
@@ -339,10 +352,10 @@ def symm_layout(
     """
     if not isinstance(mma_type, str) or mma_type not in FORMATS:
         raise ArgumentError(
-            f"{_MAKER}: mma_type is {mma_type!r}; it must be one of {', '.join(map(repr, FORMATS))}"
+            f"{MAKER}: mma_type is {mma_type!r}; it must be one of {', '.join(map(repr, FORMATS))}"
         )
     given = (ranks, num_experts, max_tokens, topk, hidden, intermediate)
-    checked = (rule(_MAKER, name, value) for (name, rule), value in zip(_RULES, given, strict=True))
+    checked = (rule(MAKER, name, value) for (name, rule), value in zip(_RULES, given, strict=True))
     return _layout(mma_type, *checked)
 
 

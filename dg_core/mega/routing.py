@@ -13,22 +13,23 @@ from numbers import Integral
 from typing import Any
 
 from .. import config
-from ..errors import ArgumentError, ShapeError
-from ..layout import align
+from ..errors import ArgumentError, DGError, ShapeError
 from ..symm import PATHS
-from .layout import TOKEN_ALIGNMENT
 
 Read = Callable[[str], Any]
 
 PREBUILDS = ("auto", "asm", "asm_route", "compact")
 
 _STAGED = frozenset(("1", "true", "yes", "on", "large_opt", "3stage", "staged", "force"))
-_AUTO = frozenset(("auto", "threshold", "adaptive"))
+AUTO_WORDS = frozenset(("auto", "threshold", "adaptive"))
 _ON = frozenset(("1", "true", "yes", "on", "tail-reduce"))
+_OFF = frozenset(("0", "false", "no", "off"))
 
-# Reducer blocks behind the last stage's: 64 keep up with up to 2048 tokens a rank, 128 with more.
+# Reducer blocks behind the last stage's: 64 keep up where a buffer was asked for up to 2048 tokens a rank,
+# 128 where for more.
 FEW_TOKENS, FEW_BLOCKS, MANY_BLOCKS = 2048, 64, 128
 LEAST_THREADS, MOST_THREADS = 64, 256
+MOST_SECONDS = 10**7  # of DG_COMM_TIMEOUT_S: four months
 
 
 # Settings ---------------------------------------------------------------------------------------------------
@@ -40,7 +41,19 @@ def parse_mode(text: str) -> str:
     A word that is neither one for staged nor one for auto means persistent: the DCU library reads it so.
     """
     word = text.strip().lower()
-    return "staged" if word in _STAGED else "auto" if word in _AUTO else "persistent"
+    return "staged" if word in _STAGED else "auto" if word in AUTO_WORDS else "persistent"
+
+
+def _word(known: frozenset[str], parse: Callable[[str], Any]) -> Callable[[str, Any], Any]:
+    """dg_core's own variables take known words alone; the DCU library's take any, as that library does."""
+
+    def checked(name: str, text: str) -> Any:
+        if name.startswith("DG_") and text.strip().lower() not in known:
+            words = ", ".join(sorted(known))
+            raise ArgumentError(f"environment variable {name} is {text!r}; it must be one of {words}")
+        return parse(text)
+
+    return checked
 
 
 def parse_switch(text: str) -> bool:
@@ -58,7 +71,7 @@ class Settings:
         tail_reduce: the last stage's own tail adds up the slots; otherwise a launch behind a barrier does.
         skip_rows_min_tokens: from how many tokens on K2 looks whether a row is in use before it works on it.
         prebuild: how K1 finds its rows: ``auto``, ``asm``, ``asm_route`` or ``compact``.
-        reduce_threads: of a reducer block, 64 to 256.
+        reduce_threads: of a reducer block, 64 to 256; kernels read it from the ``Launch`` of a call.
         kernel_debug: zero the data segment after each call.
         check_uniform: raise where ranks take different paths.
         timeout_s: how long a rank waits for the others, in seconds.
@@ -78,10 +91,12 @@ class Settings:
     sources: tuple[tuple[str, str], ...]
 
 
-def _at_least(low: int) -> Callable[[str, Any], int]:
+def _at_least(low: int, most: int | None = None) -> Callable[[str, Any], int]:
     def parse(name: str, value: Any) -> int:
         if value < low:
             raise ArgumentError(f"environment variable {name} is {value}; it must be at least {low}")
+        if most is not None and value > most:
+            raise ArgumentError(f"environment variable {name} is larger than {most}, the most that it may be")
         return int(value)
 
     return parse
@@ -106,31 +121,35 @@ class _Pair:
 
     def read(self, read: Read) -> tuple[Any, str]:
         """The value, and where it is from."""
-        first, second = read(self.neutral), read(self.other)
-        default = config.VARIABLES[self.other].default
+        first, default = read(self.neutral), config.VARIABLES[self.other].default
         if first is None:
+            second = read(self.other)
             return self.parse(self.other, second), "default" if second == default else self.other
-        value, source = self.parse(self.neutral, first), self.neutral
-        # What is overruled is told, and need not be valid.
-        if second != default and not self._same(value, second):
-            source += f", not {self.other}"
-        return value, source
+        value = self.parse(self.neutral, first)
+        return value, self.neutral + ("" if self._agrees(read, value) else f", not {self.other}")
 
-    def _same(self, value: Any, second: Any) -> bool:
+    def _agrees(self, read: Read, value: Any) -> bool:
+        """Whether the overruled name says nothing else. It is told where it does, and need not be valid: not
+        even a number where one is wanted."""
         try:
-            return bool(self.parse(self.other, second) == value)
+            second = read(self.other)
+            return bool(second == config.VARIABLES[self.other].default) or bool(
+                self.parse(self.other, second) == value
+            )
         except ArgumentError:
             return False
 
 
 _PAIRS: dict[str, _Pair] = {
-    "mode": _Pair("DG_MEGA_MODE", "MEGAMOE_DCU_USE_LARGE_OPT_3STAGE", lambda name, text: parse_mode(text)),
+    "mode": _Pair(
+        "DG_MEGA_MODE",
+        "MEGAMOE_DCU_USE_LARGE_OPT_3STAGE",
+        _word(_STAGED | AUTO_WORDS | _OFF | {"persistent"}, parse_mode),
+    ),
     "threshold": _Pair(
         "DG_MEGA_STAGED_THRESHOLD", "MEGAMOE_DCU_LARGE_OPT_3STAGE_TOKEN_THRESHOLD", _at_least(0)
     ),
-    "tail_reduce": _Pair(
-        "DG_MEGA_TAIL_REDUCE", "K3_USE_ASM_TAIL_REDUCE", lambda name, text: parse_switch(text)
-    ),
+    "tail_reduce": _Pair("DG_MEGA_TAIL_REDUCE", "K3_USE_ASM_TAIL_REDUCE", _word(_ON | _OFF, parse_switch)),
     "skip_rows_min_tokens": _Pair(
         "DG_MEGA_SKIP_ROWS_MIN_TOKENS", "K2_SKIP_INACTIVE_ROWS_MIN_TOKENS", lambda name, value: int(value)
     ),
@@ -159,9 +178,19 @@ def settings(read: Read = config.fresh) -> Settings:
         **{name: value for name, (value, _) in found.items()},
         kernel_debug=bool(read("DG_COMM_KERNEL_DEBUG")),
         check_uniform=bool(read("DG_COMM_CHECK_UNIFORM")),
-        timeout_s=_at_least(1)("DG_COMM_TIMEOUT_S", read("DG_COMM_TIMEOUT_S")),
+        timeout_s=_at_least(1, MOST_SECONDS)("DG_COMM_TIMEOUT_S", read("DG_COMM_TIMEOUT_S")),
         sources=tuple((name, source) for name, (_, source) in found.items()),
     )
+
+
+def settings_or_error(read: Read = config.fresh) -> tuple[Settings | DGError, int]:
+    """The settings, or what is wrong with the environment: the other ranks shall hear of it too, in a step
+    that waits for as many seconds as the second value says."""
+    try:
+        found = settings(read)
+    except DGError as error:
+        return error, int(config.VARIABLES["DG_COMM_TIMEOUT_S"].default)
+    return found, found.timeout_s
 
 
 def weight_cast_chunk_rows(read: Read = config.fresh) -> int:
@@ -181,7 +210,8 @@ class Launch:
         graph: the number of tokens is the buffer's scalar, read when the launch runs.
         rows: of y that may be written: the call's tokens, or the bucket in a graph.
         selector: the number of tokens that was held against the threshold.
-        skip_rows, tail_reduce, prebuild, reduce_blocks: for kernels; no bit of the result depends on them.
+        skip_rows, tail_reduce, prebuild, reduce_blocks, reduce_threads: for kernels; no bit of the result
+            depends on them.
         reason: why this path, in words.
     """
 
@@ -193,6 +223,7 @@ class Launch:
     tail_reduce: bool
     prebuild: str
     reduce_blocks: int
+    reduce_threads: int
     reason: str
 
 
@@ -251,6 +282,7 @@ def choose(
     *,
     num_tokens: int,
     capacity: int,
+    requested: int,
     bucket: int,
     dispatch_num_tokens: int | None = None,
     big: bool = False,
@@ -264,6 +296,7 @@ def choose(
         op: what errors speak of.
         num_tokens: rows of y.
         capacity: the buffer's ``num_max_tokens_per_rank``, a multiple of 384.
+        requested: the tokens a rank that the buffer was asked for, before they were rounded up.
         bucket: its ``cuda_graph_max_tokens_per_rank``.
         dispatch_num_tokens: what is held against the threshold in place of ``num_tokens``, so that ranks with
             different counts choose alike. It sizes, pads and cuts nothing.
@@ -288,9 +321,6 @@ def choose(
         name = "num_tokens" if dispatch_num_tokens is None else "dispatch_num_tokens"
         above = selector > s.threshold
         path, reason = PATHS[above], f"{name} {selector} is {'above' if above else 'within'} {s.threshold}"
-    # Only the aligned capacity is known here, and the bucket, which is the number that the buffer was asked
-    # for unless a smaller one was given.
-    few = bucket <= FEW_TOKENS and capacity <= align(FEW_TOKENS, TOKEN_ALIGNMENT)
     return Launch(
         path=path,
         graph=graph,
@@ -299,6 +329,7 @@ def choose(
         skip_rows=graph or rows == 0 or rows >= s.skip_rows_min_tokens,
         tail_reduce=s.tail_reduce,
         prebuild="compact" if graph or rows == 0 else s.prebuild,
-        reduce_blocks=FEW_BLOCKS if few else MANY_BLOCKS,
+        reduce_blocks=FEW_BLOCKS if requested <= FEW_TOKENS else MANY_BLOCKS,
+        reduce_threads=s.reduce_threads,
         reason=reason,
     )

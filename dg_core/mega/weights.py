@@ -37,7 +37,7 @@ from ..layout import (
 from ..quant import per_token_cast_to_fp8
 from ..rules import integer, optional, takes, tensor
 from . import routing
-from .layout import SIZE_ALIGNMENT, SymmLayout, local_experts
+from .layout import SIZE_ALIGNMENT, SymmLayout, check_activation, local_experts
 
 GATE_UP_GROUP = 8  # rows of gate, then as many of up: a lane of the kernel holds both of one column
 MARLIN_TILE = 16
@@ -226,11 +226,6 @@ def untranspose_sf_4x32(sf: Tensor) -> Tensor:
 # Transforms -------------------------------------------------------------------------------------------------
 
 
-def _activation(op: str, activation: Any) -> None:
-    if activation != "swiglu":
-        raise ArgumentError(f"{op}: activation is {activation!r}; it must be 'swiglu'")
-
-
 def _sizes(op: str, l1: Any, l2: Any, names: tuple[str, str], packing: int = 1) -> tuple[int, int, int]:
     """Experts, hidden and intermediate of ``[E, 2 I, H / packing]`` and ``[E, H, I / packing]``."""
     for name, x in zip(names, (l1, l2), strict=True):
@@ -291,7 +286,7 @@ def transform_weights_for_mega_moe(
         ArgumentError: another activation, or float32 scales that are no powers of two.
     """
     op = "transform_weights_for_mega_moe"
-    _activation(op, activation)
+    check_activation(op, activation)
     if isinstance(l1_weights, Tensor) and isinstance(l2_weights, Tensor):
         for name, x in (("l1_weights", l1_weights), ("l2_weights", l2_weights)):
             tensor(torch.bfloat16)(op, name, x)
@@ -339,7 +334,7 @@ def transform_weights_for_mega_moe_sm90(
         ArgumentError: another activation.
     """
     op = "transform_weights_for_mega_moe_sm90"
-    _activation(op, activation)
+    check_activation(op, activation)
     l1, l1_sf = _pair(op, "l1_weights", l1_weights)
     l2, l2_sf = _pair(op, "l2_weights", l2_weights)
     for name, x in (("l1_weights[0]", l1), ("l2_weights[0]", l2)):

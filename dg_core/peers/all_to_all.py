@@ -1,14 +1,20 @@
 """The exchange of ranks that cannot map each other's memory: rows travel by an all-to-all of bytes.
 
 A call costs two of them, and before each the ranks meet at the store: there a rank that is missing is named,
-and everybody learns how many rows will come, so a collective is entered by all or by none. Results are those
-of direct memory, bit for bit: the same rows lie at the same places.
+and everybody learns how many rows will come. A collective that a rank does not enter after all, because it
+fails on its way there, ruins the process group that it runs in; so a buffer has a group of its own, of Gloo,
+and goes with it. Rows of a device travel through memory of the CPU: a group of Gloo gives up, where one of
+NCCL would end the process. Results are those of direct memory, bit for bit: the same rows lie at the same
+places.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
+from datetime import timedelta
+from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -18,7 +24,8 @@ from torch import Tensor
 from ..backend import Availability
 from ..errors import CommError
 from ..symm import OPS, Published, RankFacts
-from .waiting import Record, Wait, gone, uniform
+from .line import StoreSilent
+from .waiting import Record, Wait, gone, named, unlike
 
 if TYPE_CHECKING:
     from ..mega.layout import SymmLayout
@@ -26,13 +33,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+CPU = torch.device("cpu")
+# After its limit a rank waits so long for the others to say that they are there, to name those that are not.
+_ANSWER_S = 0.5
+
 
 @dataclass
 class OwnMemory:
-    """A rank's own memory and nobody else's."""
+    """A rank's own memory and nobody else's, and the group of Gloo that rows travel by (None: one rank)."""
 
     data: Tensor
     control: Tensor
+    group: Any = field(default=None, repr=False)
     name: str = "all-to-all"
     direct: bool = False
     pointers: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
@@ -45,6 +57,9 @@ class OwnMemory:
 
     def close(self) -> None:
         self.data = self.control = torch.empty(0, dtype=torch.int8)
+        group, self.group = self.group, None
+        if group is not None:
+            _let_go([group])
 
 
 class AllToAll:
@@ -55,6 +70,8 @@ class AllToAll:
     def available(self, device: torch.device, facts: Sequence[RankFacts]) -> Availability:
         if len(facts) > 1 and not dist.is_available():
             return Availability(False, "this torch was built without torch.distributed")
+        if len(facts) > 1 and not dist.is_gloo_available():
+            return Availability(False, "this torch was built without Gloo")
         return Availability(True)
 
     def allocate(
@@ -68,15 +85,61 @@ class AllToAll:
             )
             made.append(OwnMemory(data, control))
 
-        meeting.step("allocate", make)
-        meeting.step("map", lambda: _check_group(meeting))
-        meeting.step("zero", lambda: None)
+        def join() -> None:
+            made[0].group = _own_group(meeting)
+
+        try:
+            meeting.step("allocate", make)
+            meeting.step("map", join)
+            meeting.step("zero", lambda: None)
+        except BaseException:
+            for memory in made:
+                memory.close()
+            raise
         return made[0]
 
 
-def _check_group(meeting: Meeting) -> None:
-    if meeting.ranks > 1 and meeting.group is None:
-        raise RuntimeError("all-to-all needs a process group")
+def _own_group(meeting: Meeting) -> Any:
+    """A group of Gloo of the ranks of ``meeting``, known to nobody else; None for one rank.
+
+    Its making waits for the other ranks, so a thread does that while this one looks after them.
+    """
+    if meeting.ranks == 1:
+        return None
+    if meeting.store is None:
+        raise RuntimeError("all-to-all needs a process group whose store torch tells of")
+    # A connection of its own, for the rank has to reach the store meanwhile.
+    clone = getattr(meeting.store, "clone", None)
+    store = dist.PrefixStore(f"{meeting.prefix}/gloo", clone() if clone else meeting.store)  # type: ignore[attr-defined]
+    # Nobody waits for this limit: it only ends what a closed exchange has left behind.
+    limit = timedelta(seconds=2 * meeting.timeout_s + 5)
+    made: list[Any] = []
+    failed: list[Exception] = []
+
+    def make() -> None:
+        try:
+            made.append(dist.ProcessGroupGloo(store, meeting.rank, meeting.ranks, limit))
+        except Exception as error:
+            failed.append(error)
+
+    thread = Thread(target=make, name="dg_core gloo", daemon=True)
+    meeting.note("joins")
+    thread.start()
+    wait = Wait(meeting.timeout_s)
+    with meeting.within(meeting.timeout_s):
+        while thread.is_alive():
+            if wait.turn():
+                meeting.look("map", range(meeting.ranks), "joins", over=wait.over)
+    if failed:
+        raise failed[0]
+    return made[0]
+
+
+def _let_go(held: list[Any]) -> None:
+    """Drop a group. That waits for its collectives, one of which may have to wait for its limit; so nobody
+    waits for that."""
+    with contextlib.suppress(RuntimeError):  # at the end of the process no thread can be started
+        Thread(target=held.clear, name="dg_core gloo", daemon=True).start()
 
 
 def exchange(
@@ -92,7 +155,7 @@ def exchange(
 
 
 class AllToAllExchange:
-    """An ``Exchange`` over a process group, which it needs for as long as calls are made."""
+    """An ``Exchange`` over a store, which it needs for as long as calls are made, and a group of its own."""
 
     direct = False
 
@@ -121,7 +184,6 @@ class AllToAllExchange:
         self._leaving: list[Tensor] = []  # rows of this call's tokens that each rank gets
         self._coming: list[int] = []
         self._op = ""
-        self._transport = _transport(meeting.group, memory.data.device)
 
     @property
     def failure(self) -> CommError | None:
@@ -142,10 +204,10 @@ class AllToAllExchange:
         self._coming = [counts[self.rank] for _, counts in told]
         published = tuple(Published(*words) for words, _ in told)
         if self._uniform:
-            failure = uniform(op, self.rank, published)
-            if failure is not None:
-                self._meeting.failure = failure  # the same on all ranks, so nobody has to be told
-                raise failure
+            record = unlike(self.rank, published, self.generation)
+            if record is not None:
+                # Ranks that do not compare would wait for this one, so they are told.
+                raise self._meeting.end(record, op)
         return published
 
     def fetch(self) -> None:
@@ -205,8 +267,7 @@ class AllToAllExchange:
         own, layout = self._mirrors[self.rank], self._layout
         ids = layout["topk_idx"].view(own)[:count]
         weights = layout["topk_weights"].view(own)[:count]
-        live = (ids >= 0) & (ids < layout.num_experts) & (weights != 0)
-        owners = torch.where(live, ids // layout.experts_per_rank, -1)
+        owners = layout.owners(ids, weights)
         return [(owners == r).any(dim=1).nonzero()[:, 0] for r in range(self.ranks)]
 
     # Moving -------------------------------------------------------------------------------------------------
@@ -216,62 +277,101 @@ class AllToAllExchange:
 
     def _move(self, leaving: list[Tensor], coming: list[int], op: str, phase: str) -> list[Tensor]:
         """uint8 ``[n, width]`` for each rank -> the same from each rank, ``coming`` rows of each."""
-        self._stand(op)
+        memory = self._stand(op)
         if self.ranks == 1:
             return leaving
         width, device = leaving[0].shape[1], leaving[0].device
-        out = torch.empty(sum(coming) * width, dtype=torch.uint8, device=self._transport)
-        inward = torch.cat(leaving).reshape(-1).to(self._transport)
+        out = torch.empty(sum(coming) * width, dtype=torch.uint8)
+        inward = torch.cat(leaving).reshape(-1).to(CPU)
         splits = [rows.numel() for rows in leaving]
+        wait = Wait(self._seconds)
         try:
-            work = dist.all_to_all_single(
-                out, inward, [n * width for n in coming], splits, group=self._meeting.group, async_op=True
-            )
-            self._await(work, op, phase)
+            with self._meeting.within(self._seconds):
+                work = memory.group.alltoall_base(out, inward, [n * width for n in coming], splits)
+                self._await(work, op, phase, wait)
+                self._meeting.note("moved")
         except CommError:
             raise
-        except RuntimeError as error:  # what a group raises that has lost a rank
-            raise self._broken(error, op, phase) from error
+        except RuntimeError as error:  # of the group, which has lost a rank, or of the store
+            raise self._broken(error, op, phase, wait) from error
         return list(torch.split(out.to(device).view(-1, width), coming))
 
-    def _await(self, work: Any, op: str, phase: str) -> None:
+    def _await(self, work: Any, op: str, phase: str, wait: Wait) -> None:
         """Wait for a collective; a rank that is lost meanwhile, or time that is over, ends the exchange."""
-        wait = Wait(self._seconds)
-        others = [r for r in range(self.ranks) if r != self.rank]
+        said = False
         while not work.is_completed():
             if not wait.turn():
                 continue
-            failure = self._meeting.ended(op)
-            if failure is not None:
-                raise failure.with_traceback(None)
-            lost = gone(self._facts, self.rank, others)
-            if lost is not None and not work.is_completed():
-                record = Record("lost", self.rank, lost.rank, phase, self.generation)
-                raise self._meeting.end(record, op)
+            self._look(op, phase)
+            if work.is_completed():
+                break
+            if not said and self._meeting.called_out():
+                said = True
+                self._meeting.note("here")
             if wait.over:
-                words = (
-                    f"rank {self.rank} waited {self._seconds:g} s for rows in phase {phase!r}, generation "
-                    f"{self.generation} (DG_COMM_TIMEOUT_S)"
-                )
-                record = Record("timeout", self.rank, -1, phase, self.generation, words)
-                raise self._meeting.end(record, op)
+                raise self._unmoved(op, phase)
         work.wait()
 
-    def _broken(self, error: Exception, op: str, phase: str) -> CommError:
-        """The collective failed, most often because a rank is gone: its sockets close before its process."""
-        wait = Wait(1.0)
-        others = [r for r in range(self.ranks) if r != self.rank]
-        while not wait.over:
-            if not wait.turn():
-                continue
-            lost = gone(self._facts, self.rank, others)
-            if lost is not None:
-                return self._meeting.end(Record("lost", self.rank, lost.rank, phase, self.generation), op)
-            failure = self._meeting.ended(op)
-            if failure is not None:
-                return failure
-        words = f"all-to-all failed on rank {self.rank} in phase {phase!r}: {error}"
-        return self._meeting.end(Record("failed", self.rank, self.rank, phase, self.generation, words), op)
+    def _look(self, op: str, phase: str) -> None:
+        """Raise what has ended the exchange elsewhere, or a rank whose process has ended."""
+        failure = self._meeting.ended(op)
+        if failure is not None:
+            raise failure.with_traceback(None)
+        lost = gone(self._facts, self.rank, self._others())
+        # One that has got all its rows may end: what it had to send is on its way.
+        if lost is not None and not self._meeting.noted("moved", lost.rank):
+            raise self._meeting.end(Record("lost", self.rank, lost.rank, phase, self.generation), op)
+
+    def _others(self) -> list[int]:
+        return [r for r in range(self.ranks) if r != self.rank]
+
+    def _absent(self) -> list[int]:
+        """The ranks that neither have their rows nor say that they wait for them."""
+        noted = self._meeting.noted
+        return [r for r in self._others() if not (noted("here", r) or noted("moved", r))]
+
+    def _unmoved(self, op: str, phase: str) -> CommError:
+        """Rows have not come in time. Who is there is asked for, so that the others can be named."""
+        self._meeting.note("here")
+        self._meeting.call_out()
+        wait, absent = Wait(_ANSWER_S), self._absent()
+        while absent and not wait.over:
+            if wait.turn():
+                self._look(op, phase)
+                absent = self._absent()
+        if absent:
+            record = Record("timeout", self.rank, absent[0], phase, self.generation)
+            return self._meeting.end(record, op, absent)
+        words = (
+            f"rank {self.rank} waited {self._seconds:g} s for rows of {named(self._others())} in phase "
+            f"{phase!r}, generation {self.generation} (DG_COMM_TIMEOUT_S); all of them are there, so it is "
+            "the network"
+        )
+        return self._meeting.end(Record("timeout", self.rank, -1, phase, self.generation, words), op)
+
+    def _broken(self, error: Exception, op: str, phase: str, wait: Wait) -> CommError:
+        """The error where a collective failed. Most often a rank is gone: its sockets close before its
+        process ends, and one of another host is known by its silence alone, for the rest of the limit."""
+        if isinstance(error, StoreSilent):
+            return self._meeting.unreachable(error, self._others(), phase, op, self.generation)
+        try:
+            with self._meeting.within(wait.left):
+                self._meeting.note("here")
+                self._meeting.call_out()
+                absent = self._absent()
+                while absent:
+                    if wait.turn():
+                        self._look(op, phase)
+                        absent = self._absent()
+                    if wait.over and absent:
+                        return self._unmoved(op, phase)
+        except CommError as failure:
+            return failure
+        except RuntimeError as silent:  # the store was the lost rank's
+            return self._meeting.unreachable(silent, self._others(), phase, op, self.generation)
+        words = f"rows did not come through in phase {phase!r}, generation {self.generation}, though all "
+        words += f"ranks are there; rank {self.rank} was told: {error}"
+        return self._meeting.end(Record("failed", self.rank, -1, phase, self.generation, words), op)
 
     # The end ------------------------------------------------------------------------------------------------
 
@@ -284,8 +384,10 @@ class AllToAllExchange:
         return self._memory
 
     def abort(self, op: str, phase: str) -> None:
-        if self._memory is not None:
-            self._meeting.end(Record("failed", self.rank, self.rank, phase, self.generation), op)
+        # Whoever calls it has an error of its own, which is the one to be seen.
+        with contextlib.suppress(Exception):
+            if self._memory is not None:
+                self._meeting.end(Record("failed", self.rank, self.rank, phase, self.generation), op)
 
     def check(self) -> None:
         failure = self._meeting.ended("sym_buffer")
@@ -295,7 +397,7 @@ class AllToAllExchange:
     def close(self) -> None:
         if self._memory is None:
             return
-        self._meeting.ended("sym_buffer")  # it stands in ``failure``
+        # The store is not asked for failures of others: its host may be the one that is lost.
         memory, self._memory = self._memory, None
         self._mirrors.clear()
         self._queues.clear()
@@ -307,13 +409,6 @@ def _mirror(layout: SymmLayout, device: torch.device) -> Tensor:
     mirror = torch.empty(layout.input_bytes, dtype=torch.int8, device=device)
     layout["topk_idx"].view(mirror).fill_(-1)
     return mirror
-
-
-def _transport(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
-    """Where collectives of the group take their tensors: on the ranks' device, or on the CPU beside it."""
-    if group is None or device.type == "cpu":
-        return device
-    return device if device.type in str(dist.get_backend_config(group)).lower() else torch.device("cpu")
 
 
 def _rows(values: Tensor) -> Tensor:

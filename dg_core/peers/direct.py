@@ -1,8 +1,9 @@
 """The exchange of ranks that can read and write each other's memory: words in control memory, nothing else.
 
-A word has one writer. A rank that has arrived stores the generation into its own word at every rank, and then
-looks at the words that the others have stored here; it never reads far away to wait. Words are 4 bytes and
-aligned, so a store is seen whole or not at all.
+A rank that has arrived stores the generation into its own word at every rank, and then looks at the words
+that the others have stored here; it never reads far away to wait. Words are 4 bytes and aligned, so a store
+is seen whole or not at all. Each has one writer, with one exception: any rank may tell any other that they
+cannot go on. That is told in one aligned store of 8 bytes, so of two ranks that do so at once, one is heard.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from ..errors import CommError
 from ..symm import OPS, PHASES, Memory, Published, RankFacts
-from .waiting import ENDED_BY, Record, Wait, gone, uniform
+from .waiting import ENDED_BY, Record, Wait, gone, unlike
 
 if TYPE_CHECKING:
     from ..mega.layout import Slice, SymmLayout
@@ -38,17 +39,33 @@ def fence() -> None:
         pass
 
 
-def words_of(control: Tensor, part: Slice) -> memoryview | Tensor:
+def words_of(control: Tensor, part: Slice, dtype: torch.dtype | None = None) -> memoryview | Tensor:
     """A region of integers in control memory, flat: ``words[i]`` reads one, ``words[i] = n`` stores one.
+    ``dtype``: int32 or int64, where the words are to be of another size than the region's.
 
     On a CPU a view of the memory itself. On a device a tensor: each access is a copy, in order with the
     stream's kernels.
     """
+    dtype = dtype or part.dtype
     if control.device.type != "cpu":
-        return part.view(control).reshape(-1)
-    code = {torch.int32: "i", torch.int64: "q"}[part.dtype]
+        return part.view(control).reshape(-1).view(dtype)
+    code = {torch.int32: "i", torch.int64: "q"}[dtype]
     place = (ctypes.c_byte * part.nbytes).from_address(control.data_ptr() + part.offset)
     return memoryview(place).cast("B").cast(code)  # type: ignore[call-overload, no-any-return]
+
+
+def packed(record: Record) -> int:
+    """A record in 64 bits: cause (3), rank (7), peer (7) and phase (8) in the low half, which is not 0 as no
+    cause is; the generation in the high one."""
+    low = ENDED_BY.index(record.cause) | record.rank << 3 | record.peer << 10
+    low |= PHASES.index(record.phase) << 17
+    return _signed((record.generation % 2**32) << 32 | low, 64)
+
+
+def unpacked(word: int) -> Record:
+    """What ``packed`` was given, without its words."""
+    cause, phase = ENDED_BY[word & 7], PHASES[word >> 17 & 255]
+    return Record(cause, word >> 3 & 127, word >> 10 & 127, phase, _signed(word >> 32))
 
 
 def _signed(number: int, bits: int = 32) -> int:
@@ -98,7 +115,7 @@ class DirectExchange:
         self._arrive = [words_of(control, layout["arrive"]) for control in controls]
         self._done = [words_of(control, layout["done"]) for control in controls]
         self._published = [words_of(control, layout["published"]) for control in controls]
-        self._abort = [words_of(control, layout["abort"]) for control in controls]
+        self._abort = [words_of(control, layout["abort"], torch.int64) for control in controls]
         self._row = layout["published"].shape[1]
         self._introduce(layout, memory)
 
@@ -119,11 +136,10 @@ class DirectExchange:
     def begin(self, op: str, words: Published) -> tuple[Published, ...]:
         published = self._arrive_together(op, "dispatch", words)
         if self._uniform:
-            # All ranks compare the same words, so all raise or none does.
-            failure = uniform(op, self.rank, published)
-            if failure is not None:
-                self.failure = failure
-                raise failure
+            record = unlike(self.rank, published, self.generation)
+            if record is not None:
+                # Ranks that do not compare would wait for this one, so they are told.
+                raise self._end(record, op)
         return published
 
     def fetch(self) -> None:
@@ -158,6 +174,10 @@ class DirectExchange:
         for arrived in self._arrive:
             arrived[self.rank] = number
         self._wait(op, phase, self._arrive[self.rank])
+        return self._published_in(self.generation)
+
+    def _published_in(self, generation: int) -> tuple[Published, ...]:
+        at = (generation & 1) * self._row
         return tuple(Published(*(int(there[at + i]) for i in range(6))) for there in self._published)
 
     def _wait(self, op: str, phase: str, words: memoryview | Tensor) -> None:
@@ -192,12 +212,14 @@ class DirectExchange:
     def _look_for_abort(self, op: str, missing: Sequence[int]) -> None:
         """Raise what has ended the exchange, here or at another rank."""
         if self.failure is None and self._memory is not None:
-            own = self._abort[self.rank]
-            code = int(own[0])
-            if code:
+            word = int(self._abort[self.rank][0])
+            if word:
                 fence()
-                rank, peer, phase, generation = (int(own[i]) for i in range(1, 5))
-                record = Record(ENDED_BY[code], rank, peer, PHASES[phase], generation)
+                record = unpacked(word)
+                if record.cause == "uniform":
+                    # All have published, or nobody could have compared; it is said in the same words here.
+                    told = self._published_in(record.generation)
+                    record = unlike(record.rank, told, record.generation) or record
                 self.failure = self._error(record, op, missing if record.cause == "timeout" else ())
         if self.failure is not None:
             raise self.failure.with_traceback(None)
@@ -206,15 +228,12 @@ class DirectExchange:
         """End the exchange for every rank; each is told that it is the missing one where it is."""
         if self.failure is None:
             self.failure = self._error(record, op, missing)
-        for r, words in enumerate(self._abort):
-            if int(words[0]):
-                continue
-            peer = r if r in missing else record.peer
-            told = (record.rank, peer, PHASES.index(record.phase), _signed(record.generation))
-            for i, word in enumerate(told):
-                words[i + 1] = word
-            fence()
-            words[0] = ENDED_BY.index(record.cause)
+        fence()
+        for r, word in enumerate(self._abort):
+            # A word of a device that is in error can be neither read nor written; the other ranks' can.
+            with contextlib.suppress(Exception):
+                if not int(word[0]):
+                    word[0] = packed(replace(record, peer=r if r in missing else record.peer))
         return self.failure
 
     def _error(self, record: Record, op: str, missing: Sequence[int]) -> CommError:
@@ -222,8 +241,10 @@ class DirectExchange:
         return record.error(op, self.rank, seconds=self._seconds, missing=missing, pid=pid)
 
     def abort(self, op: str, phase: str) -> None:
-        if self.failure is None and self._memory is not None:
-            self._end(Record("failed", self.rank, self.rank, phase, self.generation), op)
+        # Whoever calls it has an error of its own, which is the one to be seen.
+        with contextlib.suppress(Exception):
+            if self.failure is None and self._memory is not None:
+                self._end(Record("failed", self.rank, self.rank, phase, self.generation), op)
 
     def check(self) -> None:
         self._look_for_abort("sym_buffer", ())
@@ -231,7 +252,8 @@ class DirectExchange:
     def close(self) -> None:
         if self._memory is None:
             return
-        with contextlib.suppress(CommError):  # it stands in ``failure``
+        # A failure stands in ``failure`` from now on; a device in error has no words that could be read.
+        with contextlib.suppress(Exception):
             self.check()
         memory, self._memory = self._memory, None
         # Words are addresses: none may outlive the memory.
@@ -240,4 +262,8 @@ class DirectExchange:
         self._data.clear()
         self._combine.clear()
         self._keep = cast("list[Tensor]", [])
-        memory.close()
+        try:
+            memory.close()
+        except Exception:
+            if self.failure is None:  # else that is what the caller is to hear
+                raise

@@ -1,8 +1,8 @@
 """Memory of ranks on CPUs of one host: files in shared memory that every rank maps.
 
 A rank makes one file for data and one for control, the others open them by name, and as soon as all are
-mapped the names are gone: the memory lives for as long as somebody maps it, and a rank that is killed leaves
-no file.
+mapped the names are gone: the memory lives for as long as somebody maps it. Names of a rank that is killed
+before that are removed by the others, or, where they do not know them yet, by whoever makes memory next.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import mmap
 import os
 import secrets
 import shutil
+import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from .. import config
 from ..backend import Availability
-from ..symm import RankFacts
+from ..symm import RankFacts, alive, local_facts
 
 if TYPE_CHECKING:
     from .meeting import Meeting
@@ -82,11 +83,14 @@ class PosixShm:
         """Memory that all ranks have mapped, without a name in the folder any more."""
         made: dict[int, Tensor] = {}
         names: list[str] = []
+        everybody: list[list[str]] = []
         sizes = (data_bytes, control_bytes)
 
         def make() -> list[str]:
+            place, own = folder(), local_facts(device)
+            _sweep(place, own)
             for i, size in enumerate(sizes):
-                path = os.path.join(folder(), f"dg_core-{os.getuid()}-{os.getpid()}-{secrets.token_hex(8)}")
+                path = os.path.join(place, _name(own) + secrets.token_hex(8))
                 made[i] = _create(path, size, names)
             return names
 
@@ -96,7 +100,7 @@ class PosixShm:
 
         pairs: list[tuple[Tensor, Tensor]] = []
         try:
-            everybody = meeting.step("allocate", make)
+            everybody.extend(meeting.step("allocate", make))
 
             def attach_all() -> None:
                 for rank, theirs in enumerate(everybody):
@@ -104,13 +108,33 @@ class PosixShm:
 
             meeting.step("map", attach_all)
         finally:
-            # Whether all are mapped or one failed, nobody opens these names any more.
-            for path in names:
-                with contextlib.suppress(FileNotFoundError):
+            # Whether all are mapped or one failed, nobody opens these names any more; one that still tries
+            # hears of the failure that came first. Those of a rank that was killed go with the others'.
+            for path in {*names, *(path for theirs in everybody for path in theirs)}:
+                with contextlib.suppress(OSError):
                     os.unlink(path)
         # A new file reads as zero, so the step only says that all ranks have come so far.
         meeting.step("zero", lambda: None)
         return ShmMemory(meeting.rank, pairs)
+
+
+def _name(owner: RankFacts) -> str:
+    """What names of a process's files begin with: user, process, when it started, and where that counts."""
+    host = zlib.crc32(owner.host.encode())
+    return f"dg_core-{os.getuid()}-{owner.pid}-{owner.start_ticks}-{host:08x}-"
+
+
+def _sweep(place: str, own: RankFacts) -> None:
+    """Remove this user's files of processes that have ended. Names that another host or container has given
+    in a folder that is shared with it stay: its processes cannot be looked after from here."""
+    for name in os.listdir(place):
+        parts = name.split("-")
+        if len(parts) != 6 or not all(part.isdecimal() for part in parts[1:4]):
+            continue
+        owner = replace(own, pid=int(parts[2]), start_ticks=int(parts[3]))
+        if name.startswith(_name(owner)) and not alive(owner):
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(place, name))
 
 
 def _create(path: str, size: int, names: list[str]) -> Tensor:

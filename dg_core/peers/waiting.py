@@ -15,7 +15,9 @@ from ..symm import OPS, PATHS, Published, RankFacts, alive
 
 LIFE_S = 0.05  # seconds between two looks at the processes of missing ranks
 
-ENDED_BY = ("", "timeout", "lost", "failed")  # the first abort word: an index of this
+ENDED_BY = ("", "timeout", "lost", "failed", "uniform")  # in an abort word: an index of this
+
+_KINDS: dict[str, type[CommError]] = {"timeout": CommTimeoutError, "lost": PeerLostError}
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class Record:
     """Why an exchange has ended, as ranks tell each other: what they write into abort words.
 
     Attributes:
-        cause: a name of ENDED_BY. rank: who noticed. peer: the rank that is missing, lost, or failed.
+        cause: a name of ENDED_BY. rank: who noticed. peer: the rank that is missing, lost, failed, or on
+            another path than rank 0; -1 where it is not one rank.
         words: what is said instead of the usual words, where there is room for it.
     """
 
@@ -42,21 +45,21 @@ class Record:
         where = f"in phase {self.phase!r}"
         if self.generation:
             where += f", generation {self.generation}"
-        kind: type[CommError] = CommError
+        kind = _KINDS.get(self.cause, CommError)
         if self.words:
             words = self.words
         elif self.cause == "timeout" and self.peer == me:
+            kind = CommError  # it has waited for nobody
             words = (
                 f"rank {me} came too late: the others gave up waiting {where} (rank {self.rank} waited "
                 f"{seconds:g} s, DG_COMM_TIMEOUT_S)"
             )
         elif self.cause == "timeout":
-            kind = CommTimeoutError
-            named = sorted({self.peer, *missing})
-            ranks = f"rank{'s' if len(named) > 1 else ''} {', '.join(map(str, named))}"
+            ranks = named({self.peer, *missing})
             words = f"rank {self.rank} waited {seconds:g} s for {ranks} {where} (DG_COMM_TIMEOUT_S)"
+        elif self.cause == "uniform":
+            words = f"rank {self.peer} is not on the path of rank 0 {where} (DG_COMM_CHECK_UNIFORM)"
         elif self.cause == "lost":
-            kind = PeerLostError
             process = f" (pid {pid})" if pid else ""
             words = f"rank {self.peer}{process} is gone, noticed by rank {self.rank} {where}"
         else:
@@ -64,27 +67,27 @@ class Record:
         return kind(f"{op}: {words}", rank=me, peer=self.peer, phase=self.phase, generation=self.generation)
 
 
-def uniform(op: str, me: int, published: Sequence[Published]) -> CommError | None:
-    """The error about the first rank whose path, operation or graph flag is not that of rank 0, the same on
-    every rank; None where all agree. The barrier itself compares nothing."""
+def named(ranks: Iterable[int]) -> str:
+    """``rank 3``, or ``ranks 1, 3``."""
+    found = sorted(set(ranks))
+    return f"rank{'s' if len(found) > 1 else ''} {', '.join(map(str, found))}"
+
+
+def unlike(rank: int, published: Sequence[Published], generation: int) -> Record | None:
+    """What ``rank`` says of the first rank whose path, operation or graph flag is not that of rank 0; None
+    where all agree. The barrier itself compares nothing."""
     first = published[0]
-    for rank, other in enumerate(published):
+    for peer, other in enumerate(published):
         if (other.path, other.op, other.graph) == (first.path, first.op, first.graph):
             continue
         told = [
             f"rank {who} runs {_named(OPS, words.op)} on the {_named(PATHS, words.path)} path"
             f"{' of a graph' if words.graph else ''} ({words.num_tokens} tokens, dispatch_num_tokens "
             f"{'not given' if words.dispatch < 0 else words.dispatch})"
-            for who, words in ((0, first), (rank, other))
+            for who, words in ((0, first), (peer, other))
         ]
-        return CommError(
-            f"{op}: {told[0]}, {told[1]}; give all ranks the same dispatch_num_tokens "
-            "(DG_COMM_CHECK_UNIFORM)",
-            rank=me,
-            peer=rank,
-            phase="dispatch",
-            generation=first.generation,
-        )
+        words = f"{told[0]}, {told[1]}; give all ranks the same dispatch_num_tokens (DG_COMM_CHECK_UNIFORM)"
+        return Record("uniform", rank, peer, "dispatch", generation, words)
     return None
 
 
@@ -106,6 +109,11 @@ class Wait:
         self._spins, self._sleep, self._longest = spins, shortest, longest
         self._look = time.monotonic() + LIFE_S
         self.over = False
+
+    @property
+    def left(self) -> float:
+        """Seconds to the deadline."""
+        return max(0.0, self._deadline - time.monotonic())
 
     def turn(self) -> bool:
         """Sleep a little; True where it is time to look at processes. Sets ``over`` at the deadline."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import statistics
 import sys
@@ -100,7 +101,7 @@ class Run:
         )
         got = y.cpu()
         max_abs = float((got.double() - want.y).abs().max()) if got.numel() else 0.0
-        if max_abs > self.o.atol:
+        if not max_abs <= self.o.atol:  # nor NaN
             raise AssertionError(f"{label}: max_abs {max_abs:.3g} is over --atol {self.o.atol}")
         diff = oracle.check(got, want, label)
         self.checks.append({"what": label, "tokens": len(y), "max_abs": max_abs, "calc_diff": diff})
@@ -114,9 +115,8 @@ def _correctness(run: Run, counts: Sequence[int]) -> None:
         given = data.inputs(seed, run.rank, run.sizes, counts[run.rank])
         before = torch.randint(0, 100, (len(mine),), generator=generator, dtype=torch.int32)
         stats = before.clone().to(run.buffer.device)
-        y = torch.full((counts[run.rank], run.sizes.hidden), torch.nan, dtype=torch.bfloat16)
-        y = y.to(run.buffer.device)
-        run.fill(given)
+        y = torch.empty(counts[run.rank], run.sizes.hidden, dtype=torch.bfloat16, device=run.buffer.device)
+        _prepare(run, given, y)
         run.call(y, stats)
         run.compare(y, given, f"eager {i}")
         routes = [data.routes_of(seed, r, run.sizes, counts[r]) for r in range(run.ranks)]
@@ -137,29 +137,46 @@ def _replays(run: Run) -> None:
     for tokens in run.o.cuda_graph_test_tokens or [bucket]:
         count = options.graph_counts(run.o, min(tokens, bucket), run.ranks)[run.rank]
         given = data.inputs(run.o.seed + tokens, run.rank, run.sizes, count)
-        run.fill(given)
         run.buffer.cuda_graph_num_tokens.fill_(count)
-        y.fill_(torch.nan)
+        prepare = functools.partial(_prepare, run, given, y)
         first: Tensor | None = None
         for _ in range(run.o.cuda_graph_warmup + run.o.cuda_graph_replays):
+            prepare()
             graph.replay()
             first = y[:count].clone() if first is None else first
+            _written(y, count, f"graph, {tokens} tokens")
             if not torch.equal(first, y[:count]):
                 raise AssertionError(f"graph, {tokens} tokens: two replays differ")
-        if not y[:count].isfinite().all():
-            raise AssertionError(f"graph, {tokens} tokens: y holds values that are not finite")
-        if not y[count:].isnan().all():
-            raise AssertionError(f"graph, {tokens} tokens: rows past {count} were written")
         if not run.o.cuda_graph_skip_baseline:
             run.compare(y[:count], given, f"graph, {tokens} tokens")
         if run.o.cuda_graph_bench and not run.o.skip_bench:
-            run.checks.append({"what": f"graph, {tokens} tokens", **_timed(run, graph.replay)})
+            check = functools.partial(_written, y, count, f"graph, {tokens} tokens, timed")
+            found = _timed(run, graph.replay, prepare, check)
+            run.checks.append({"what": f"graph, {tokens} tokens", **found})
 
 
-def _timed(run: Run, once: Callable[[], None]) -> dict[str, float]:
-    """Median and least milliseconds of ``once``, as the host sees them, all ranks starting together."""
+def _prepare(run: Run, given: data.Inputs, y: Tensor) -> None:
+    """What comes before each call: its inputs, and a y that shows which rows the call writes."""
+    run.fill(given)
+    y.fill_(torch.nan)
+
+
+def _written(y: Tensor, count: int, label: str) -> None:
+    """The first ``count`` rows were written since ``_prepare``, with finite values, and no others."""
+    if not y[:count].isfinite().all():
+        raise AssertionError(f"{label}: y holds values that are not finite")
+    if not y[count:].isnan().all():
+        raise AssertionError(f"{label}: rows past {count} were written")
+
+
+def _timed(
+    run: Run, once: Callable[[], None], prepare: Callable[[], None], check: Callable[[], None]
+) -> dict[str, float]:
+    """Median and least milliseconds of ``once``, as the host sees them, all ranks starting together;
+    ``prepare`` comes before each and ``check`` behind it, and neither is timed."""
     taken = []
     for i in range(run.o.warmup + run.o.repeat):
+        prepare()
         run.buffer.barrier()
         start = time.perf_counter()
         once()
@@ -167,6 +184,7 @@ def _timed(run: Run, once: Callable[[], None]) -> dict[str, float]:
             torch.cuda.synchronize()
         if i >= run.o.warmup:
             taken.append((time.perf_counter() - start) * 1e3)
+        check()
     return {"median_ms": statistics.median(taken), "min_ms": min(taken)} if taken else {}
 
 
@@ -194,7 +212,9 @@ def _bench(run: Run, counts: Sequence[int]) -> dict[str, Any]:
         run.fill(given)  # part of what is timed, as in the seeds' program
         run.call(y)
 
-    return {**_timed(run, eager), **_work(run, counts)}
+    prepare = functools.partial(_prepare, run, given, y)
+    check = functools.partial(_written, y, len(y), "eager, timed")
+    return {**_timed(run, eager, prepare, check), **_work(run, counts)}
 
 
 def run(o: argparse.Namespace, say: Say = print, group: Any = None) -> dict[str, Any]:
@@ -291,7 +311,7 @@ def golden(o: argparse.Namespace, say: Say, group: Any = None) -> dict[str, Any]
         l1, l2 = data.prepared(mine, "fp8_block")
         for name in ("x", "x_sf", "topk_idx", "topk_weights"):
             getattr(buffer, name)[:tokens].copy_(getattr(mine, name))
-        y = torch.empty(tokens, mine.x.shape[1], dtype=torch.bfloat16, device=buffer.device)
+        y = torch.full((tokens, mine.x.shape[1]), torch.nan, dtype=torch.bfloat16, device=buffer.device)
         api.fp8_block_mega_moe(y, l1, l2, buffer)
         got = y.cpu()[:, : want.shape[1]]
         rms = float(want.double().square().mean().sqrt())
@@ -305,12 +325,12 @@ def golden(o: argparse.Namespace, say: Say, group: Any = None) -> dict[str, Any]
             figures = f"calc_diff {result['calc_diff']:.3g}, max_abs / rms {result['max_abs_over_rms']:.3g}"
             say(f"golden, rank {number}: {figures} (limit of calc_diff {GOLDEN_DIFF})")
     for number, result in enumerate(results):
-        if result["calc_diff"] > GOLDEN_DIFF:
+        if not result["calc_diff"] <= GOLDEN_DIFF:
             raise AssertionError(f"golden: rank {number} has calc_diff {result['calc_diff']:.3g}")
         # 0.05 of the rms is the bound between two float32 orders of the same formula. A tensor core's sums
         # differ by more, so more ties of FP8 round to the other side; one of them moves token 54 of rank 1 by
         # 0.056 of it.
-        if result["max_abs_over_rms"] > 0.1:
+        if not result["max_abs_over_rms"] <= 0.1:
             raise AssertionError(f"golden: rank {number} has max_abs / rms {result['max_abs_over_rms']:.3g}")
     return {"golden": results}
 

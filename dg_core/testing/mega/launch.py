@@ -6,6 +6,8 @@ one. Under torchrun, or with ``--local-rank-idx``, a process joins the ranks tha
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -120,7 +122,11 @@ def start(
             env = {**base, "RANK": str(rank), "WORLD_SIZE": str(ranks)}
             processes.append(
                 subprocess.Popen(
-                    list(command), env=env, stdout=log, stderr=subprocess.STDOUT if log else None
+                    list(command),
+                    env=env,
+                    stdout=log,
+                    stderr=subprocess.STDOUT if log else None,
+                    preexec_fn=end_with_parent,
                 )
             )
         end = time.monotonic() + limit_s
@@ -140,6 +146,12 @@ def start(
                 log.close()
     said = [(output / f"rank{rank}.log").read_text() if output else "" for rank in range(ranks)]
     return [Ended(rank, code, text) for rank, (code, text) in enumerate(zip(codes, said, strict=True))]
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it ends, however it ends (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
 
 
 def fork(rank_main: Callable[[int, int], None], ranks: int, *, limit_s: float) -> list[Ended]:
@@ -164,21 +176,23 @@ def fork(rank_main: Callable[[int, int], None], ranks: int, *, limit_s: float) -
         os.close(reading)
         pipes[pid] = writing
     # The store has a thread, and a process with threads is not to be forked; so it comes after the ranks.
-    store = _store(0, True)
-    for writing in pipes.values():
-        os.write(writing, str(store.port).encode())
-        os.close(writing)
     codes: dict[int, int] = {}
-    end = time.monotonic() + limit_s
-    while len(codes) < ranks and time.monotonic() < end:
+    try:
+        store = _store(0, True)
+        for writing in pipes.values():
+            os.write(writing, str(store.port).encode())
+            os.close(writing)
+        end = time.monotonic() + limit_s
+        while len(codes) < ranks and time.monotonic() < end:
+            for pid in pipes.keys() - codes.keys():
+                found, status = os.waitpid(pid, os.WNOHANG)
+                if found:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+            time.sleep(0.01)
+    finally:
         for pid in pipes.keys() - codes.keys():
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
-                codes[pid] = os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    for pid in pipes.keys() - codes.keys():
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
     return [Ended(rank, codes.get(pid), "") for rank, pid in enumerate(pipes)]
 
 
@@ -186,6 +200,7 @@ def _forked(rank_main: Callable[[int, int], None], rank: int, reading: int) -> i
     """The life of a forked rank: nothing that the parent has set up to run at its end runs here."""
     code = 1
     try:
+        end_with_parent()
         port = int(os.read(reading, 16))
         torch.set_num_threads(1)  # as OMP_NUM_THREADS=1 does for those of ``start``
         rank_main(rank, port)

@@ -246,6 +246,7 @@ def local_call(
         tail_reduce=tail_reduce,
         prebuild="compact",
         reduce_blocks=64,
+        reduce_threads=128,
         reason="asked for",
     )
     op = FORMATS[layout.mma_type].functions[0]

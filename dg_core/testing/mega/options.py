@@ -91,7 +91,13 @@ def parse(argv: Sequence[str], mma_type: str) -> argparse.Namespace:
         p.error("--big-fused-cuda-graph and --stages-fused-cuda-graph exclude each other")
     if o.large_opt_3stage and o.big_fused_cuda_graph:
         p.error("--large-opt-3stage asks for the staged path, --big-fused-cuda-graph for the other one")
+    if o.num_processes < 1:
+        p.error(f"--num-processes is {o.num_processes}; it must be at least 1")
     listed = o.num_tokens_per_rank_list
+    most = max([o.num_tokens or 0, *(listed or [])])
+    capacity = o.num_max_tokens_per_rank
+    if most > capacity:
+        p.error(f"{most} tokens of a rank are more than --num-max-tokens-per-rank {capacity}")
     if listed is not None and len(listed) != o.num_processes:
         p.error(f"--num-tokens-per-rank-list names {len(listed)} ranks of {o.num_processes}")
     for name in ("num_max_tokens_per_rank", "num_tokens", "num_max_removed_tokens", "dispatch_num_tokens"):
