@@ -255,4 +255,5 @@ def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, **rank}, capture_output=True, text=True
     )
-    assert done.stdout == "True True\n", done.stderr
+    # Gloo of torch 2.9 says on the same stream how many ranks it found.
+    assert done.stdout.splitlines()[-1:] == ["True True"], done.stderr

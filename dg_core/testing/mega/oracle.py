@@ -261,7 +261,8 @@ def combined(
         token, slot = ((rank.topk_idx == expert) & alive).nonzero(as_tuple=True)
         sf = None if rank.x_sf is None else rank.x_sf[token]
         weight = rank.topk_weights[token, slot]
-        p, shaky = expert_rows(rank.x[token], sf, weight, experts(expert), mma_type, clamp, dtype)
+        x = rank.x.view(torch.uint8)[token].view(rank.x.dtype)  # torch 2.9 takes no e4m3 by index
+        p, shaky = expert_rows(x, sf, weight, experts(expert), mma_type, clamp, dtype)
         slots[token, slot] = p.double()
         fragile[token[shaky]] = True
     # Sums of K bfloat16 values are exact in float64, in any order, up to spreads that no sum here has.
