@@ -315,8 +315,9 @@ def get_ignore_compile_dims() -> bool:
 def set_batch_invariant(enabled: bool) -> None:
     """Have kernels give a row the same bits however many rows a call has.
 
-    Where there are few rows kernels split K among processors, and how they split it depends on the number of
-    rows, so sums are formed in another order. With this on they never split K: more time for few rows.
+    Where there are few rows kernels split K among processors, and where the last tiles would leave
+    processors idle they cut those along K. How depends on the number of rows, so sums are formed in another
+    order. With this on they do neither, at the price of time.
     """
     value = _flag("set_batch_invariant", "enabled", enabled)
     if value != get_batch_invariant():

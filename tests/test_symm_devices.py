@@ -226,7 +226,7 @@ def test_providers_say_why_they_cannot_serve(monkeypatch: pytest.MonkeyPatch) ->
     assert torch_symmetric.TorchSymmetric(Symmetric()).available(cuda, known).ok
     empty = torch_symmetric.TorchSymmetric(object()).available(cuda, known)
     assert "has no empty, rendezvous" in empty.reason
-    monkeypatch.setattr(cuda_ipc, "LIBRARIES", ("libdoes-not-exist.so",))
+    monkeypatch.setattr(cuda_ipc.CudaIpc, "libraries", ("libdoes-not-exist.so",))
     absent = cuda_ipc.CudaIpc().available(cuda, known)
     assert "no CUDA driver: libdoes-not-exist.so" in absent.reason
     monkeypatch.setattr(torch.version, "hip", "6.3")

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Sequence
 from ctypes import byref
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ..backend import Availability
 from ..errors import BackendUnavailable
 from ..layout import align
-from ..symm import RankFacts, local_facts
-from .devices import Calls, Form, MappedMemory, open_first, share
+from ..symm import local_facts
+from .devices import Calls, DeviceProvider, Form, MappedMemory, open_first, share
 
 if TYPE_CHECKING:
     from .meeting import Meeting
@@ -170,29 +168,13 @@ class FabricForm(_Driver):
         return place.value
 
 
-class CudaIpc:
-    """The provider.
-
-    Args:
-        api: the driver's library; None finds it at the first use.
-    """
+class CudaIpc(DeviceProvider):
+    """The provider, over the driver's library."""
 
     name = NAME
-
-    def __init__(self, api: Any = None) -> None:
-        self._api = api
-
-    def available(self, device: torch.device, facts: Sequence[RankFacts]) -> Availability:
-        """Whether the driver is there; whose memory ranks can map is ``symm.obstacle``'s answer."""
-        if device.type != "cuda" or torch.version.hip is not None:
-            build = "a HIP build of torch" if torch.version.hip is not None else "a CUDA build of torch"
-            return Availability(False, f"it shares memory of CUDA devices, not of {device} in {build}")
-        try:
-            if self._api is None:
-                open_first(LIBRARIES, "CUDA driver")
-        except BackendUnavailable as error:
-            return Availability(False, str(error), "start the container with the GPUs")
-        return Availability(True)
+    vendor, libraries, what = "CUDA", LIBRARIES, "CUDA driver"
+    builds = "a HIP build of torch", "a CUDA build of torch"
+    remedy = "start the container with the GPUs"
 
     def allocate(
         self, data_bytes: int, control_bytes: int, device: torch.device, meeting: Meeting

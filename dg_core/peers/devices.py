@@ -11,15 +11,17 @@ import contextlib
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from ..backend import Availability
 from ..errors import BackendUnavailable, DGError
 from ..layout import align
 
 if TYPE_CHECKING:
+    from ..symm import RankFacts
     from .meeting import Meeting
 
 # An exported handle stands for a whole block of the driver, and smaller allocations share blocks of 2 MiB:
@@ -244,6 +246,37 @@ def share(
             give_back()
         raise
     return memory
+
+
+class DeviceProvider:
+    """What the providers of a vendor's memory have in common: the library, and whether it is there.
+
+    Args:
+        api: the library; None finds it at the first use.
+    """
+
+    vendor: ClassVar[str]
+    builds: ClassVar[tuple[str, str]]  # a HIP build of torch, and any other, in words
+    libraries: ClassVar[tuple[str, ...]]
+    what: ClassVar[str]  # the library in words
+    remedy: ClassVar[str]
+
+    def __init__(self, api: Any = None) -> None:
+        self._api = api
+
+    def available(self, device: torch.device, facts: Sequence[RankFacts]) -> Availability:
+        """Whether the library is there; whose memory ranks can map is ``symm.obstacle``'s answer."""
+        hip = torch.version.hip is not None
+        if device.type != "cuda" or hip != (self.vendor == "HIP"):
+            build = self.builds[0] if hip else self.builds[1]
+            reason = f"it shares memory of {self.vendor} devices, not of {device} in {build}"
+            return Availability(False, reason)
+        try:
+            if self._api is None:
+                open_first(self.libraries, self.what)
+        except BackendUnavailable as error:
+            return Availability(False, str(error), self.remedy)
+        return Availability(True)
 
 
 def open_first(names: Sequence[str], what: str) -> Any:

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Sequence
 from ctypes import byref
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ..backend import Availability
-from ..errors import BackendUnavailable
-from ..symm import RankFacts
-from .devices import Calls, MappedMemory, open_first, share
+from .devices import Calls, DeviceProvider, MappedMemory, open_first, share
 
 if TYPE_CHECKING:
     from .meeting import Meeting
@@ -73,29 +69,13 @@ class IpcForm:
         return address.value or 0
 
 
-class HipIpc:
-    """The provider.
-
-    Args:
-        api: the runtime's library; None finds the one that torch has loaded, at the first use.
-    """
+class HipIpc(DeviceProvider):
+    """The provider, over the runtime that torch has loaded."""
 
     name = NAME
-
-    def __init__(self, api: Any = None) -> None:
-        self._api = api
-
-    def available(self, device: torch.device, facts: Sequence[RankFacts]) -> Availability:
-        """Whether the runtime is there; whose memory ranks can map is ``symm.obstacle``'s answer."""
-        if device.type != "cuda" or torch.version.hip is None:
-            build = "a HIP build" if torch.version.hip is not None else "another build than HIP's"
-            return Availability(False, f"it shares memory of HIP devices, not of {device} in {build}")
-        try:
-            if self._api is None:
-                open_first(LIBRARIES, "HIP runtime")
-        except BackendUnavailable as error:
-            return Availability(False, str(error), "install ROCm or DTK")
-        return Availability(True)
+    vendor, libraries, what = "HIP", LIBRARIES, "HIP runtime"
+    builds = "a HIP build", "another build than HIP's"
+    remedy = "install ROCm or DTK"
 
     def allocate(
         self, data_bytes: int, control_bytes: int, device: torch.device, meeting: Meeting
