@@ -197,7 +197,7 @@ def launcher(config: GemmConfig, task: GemmTask, product: Product, processors: i
         raise SystemExit(f"operands would be repacked in each call: {'; '.join(operands.words)}")
     out = gemm.output(product.problem, product.d, None)
     blocks = grid_blocks(config, task, processors)
-    plan = gemm.DensePlan(product.problem, operands, out, config, blocks, product.d.device)
+    plan = gemm.ProductPlan(product.problem, operands, out, config, blocks, product.d.device)
     return lambda: plan(*product.tensors)  # type: ignore[arg-type]
 
 

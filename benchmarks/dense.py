@@ -15,10 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import json
-import math
-import multiprocessing
 import os
 import statistics
 import subprocess
@@ -26,20 +23,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from beside import PEER, head, show_rows, summarise, warm_peers
 
 from dg_core import cache, config, ops, samples
 from dg_core.commands import bench, measure, peers, terminal
 from dg_core.dispatch import use_backend
 from dg_core.errors import BackendUnavailable
 from dg_core.testing.cases import H200, Case
-from dg_core.version import __version__
 
 PARTS = ("fp8", "bf16", "host", "first", "binaries")
 KINDS = {"fp8": "dense", "bf16": "bf16"}  # part -> kind of case
@@ -50,9 +48,7 @@ HOST_CALLS, HOST_REPEATS = 200, 15
 HOST_SHAPE = (128, 2112, 7168)
 FIRST_SHAPES = ((128, 2112, 7168), (128, 576, 7168))  # the first of a process, and the next
 FIRST_REPEATS = 3
-PEER_PROCESSES = 16
 LARGEST_M, PROCESSORS = 16384, 132
-PEER = "deep_gemm"
 DEVICE = torch.device("cuda")
 #: What tells the public library where to keep what it compiles.
 PEER_FOLDERS = ("DG_JIT_CACHE_DIR", "SGL_DG_CACHE_DIR")
@@ -102,17 +98,6 @@ def warm_peer(batch: list[Case]) -> list[str]:
     return refused
 
 
-def warm_peers(cases: list[Case]) -> None:
-    """It compiles a kernel for a shape with nvcc in 4 to 9 s: many processes at once, a few shapes each."""
-    count = min(PEER_PROCESSES, os.cpu_count() or 1, len(cases))
-    begun = time.perf_counter()
-    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
-        for refused in pool.map(warm_peer, [cases[at::count] for at in range(count)]):
-            for words in refused:
-                print(f"{PEER} refuses {words}", flush=True)
-    print(f"{PEER} warmed for {len(cases)} cases in {time.perf_counter() - begun:.0f} s, {count} processes")
-
-
 def time_cases(cases: list[Case], runs: int, library: Any, with_peers: bool) -> list[bench.Row]:
     """A row for each case, all on the CUDA backend."""
     clock, limits = measure.Clock(DEVICE, runs), measure.ceilings(DEVICE)
@@ -122,11 +107,7 @@ def time_cases(cases: list[Case], runs: int, library: Any, with_peers: bool) -> 
         for case in cases:
             rows.append(bench.measure_case(case, clock, limits, library, with_peers))
             torch.cuda.empty_cache()
-    terminal.show(bench.table_of(rows))
-    for row in rows:
-        for name, peer in row.peers.items():
-            if "error" in peer:
-                print(f"  {name} on {row.case}: {peer['error']}")
+    show_rows(rows)
     return rows
 
 
@@ -140,41 +121,6 @@ def groups_of(rows: list[bench.Row]) -> Iterator[tuple[str, list[bench.Row], flo
     yield f"dense M<={FEW_ROWS}, less {EMPTY_LAUNCH_US} us", few, EMPTY_LAUNCH_US
     for kind in dict.fromkeys(kind for _, kind, _ in sized):
         yield f"{kind}, all", [row for row, other, _ in sized if other == kind], 0.0
-
-
-def summarise(rows: list[bench.Row]) -> list[dict[str, Any]]:
-    """Peer / ours in each group, for each peer: the geometric mean, and the worst case with its name."""
-    found = []
-    for name, members, less in groups_of(rows):
-        for peer in dict.fromkeys(peer for row in members for peer in row.peers):
-            ratios = {
-                row.case: (row.peers[peer]["us"] - less) / (row.us - less)
-                for row in members
-                if min(row.us, row.peers.get(peer, {}).get("us", 0.0)) > less
-            }
-            if not ratios:
-                continue
-            worst = min(ratios, key=ratios.__getitem__)
-            mean = math.exp(statistics.fmean(math.log(ratio) for ratio in ratios.values()))
-            found.append(
-                {"group": name, "peer": peer, "cases": len(ratios), "of": len(members), "mean": mean,
-                 "worst": ratios[worst], "worst_case": worst}
-            )  # fmt: skip
-    shown = terminal.table(
-        "peer / ours", "peer", "cases", "mean", "worst", "worst case", right=["mean", "worst"]
-    )
-    for each in found:
-        count = f"{each['cases']} of {each['of']}"
-        shown.add_row(
-            each["group"],
-            each["peer"],
-            count,
-            f"{each['mean']:.3f}",
-            f"{each['worst']:.3f}",
-            each["worst_case"],
-        )
-    terminal.show(shown)
-    return found
 
 
 # Host time --------------------------------------------------------------------------------------------------
@@ -336,27 +282,6 @@ def binaries(quick: bool) -> list[dict[str, Any]]:
 # All of it --------------------------------------------------------------------------------------------------
 
 
-def head(library: Any, reason: str) -> dict[str, str]:
-    """Where and with what this was measured."""
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    found = {
-        "dg_core": __version__,
-        "date": now,
-        "torch": torch.__version__,
-        "python": sys.version.split()[0],
-    }
-    if torch.cuda.is_available():
-        fields = "--query-gpu=name,driver_version,power.limit,clocks.max.sm"
-        command = ["nvidia-smi", "--id=0", fields, "--format=csv,noheader"]
-        with contextlib.suppress(OSError):
-            told = subprocess.run(command, capture_output=True, text=True)
-            found["driver"] = told.stdout.strip()
-        found["card"] = torch.cuda.get_device_name()
-        found["cuda"] = str(torch.version.cuda)
-    found[PEER] = reason or f"{getattr(library, '__version__', 'version unknown')} at {library.__file__}"
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -383,11 +308,11 @@ def main() -> None:
     cases = [case for part in KINDS if part in options.rows for case in cases_of(part, options.quick)]
     if library is not None and (cases or "host" in options.rows):
         extra = [case_of(op, *HOST_SHAPE) for op in ("fp8_gemm_nt", "bf16_gemm_nt") if "host" in options.rows]
-        warm_peers(cases + extra)
+        warm_peers(warm_peer, cases + extra)
     if cases:
         rows = time_cases(cases, options.runs, library, with_peers)
         found["rows"] = [dataclasses.asdict(row) for row in rows]
-        found["groups"] = summarise(rows)
+        found["groups"] = summarise(groups_of(rows))
     if "host" in options.rows:
         found["host"] = host(library, with_peers)
     if "first" in options.rows:

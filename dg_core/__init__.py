@@ -60,6 +60,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
         "m_grouped_fp8_fp4_gemm_nt_masked", "m_grouped_fp8_gemm_nn_contiguous",
         "m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked",
     ),
+    "casts": ("per_token_cast_to_fp8",),
     "einsums": ("einsum", "fp8_einsum"),
     "hyperconnection": ("tf32_hc_prenorm_gemm",),
     "layout": (
@@ -86,8 +87,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     ),
     "quant": (
         "cast_back_from_fp4", "per_block_cast_to_fp8", "per_channel_cast_to_fp8",
-        "per_custom_dims_cast_to_fp8", "per_token_cast_to_fp4", "per_token_cast_to_fp8",
-        "transpose_packed_fp4",
+        "per_custom_dims_cast_to_fp8", "per_token_cast_to_fp4", "transpose_packed_fp4",
     ),
     "scales": (
         "get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor",

@@ -53,7 +53,8 @@ class Gemm:
         ``psum``        the same; layout[G] is each group's end row, the next starts at its end, aligned
         ``masked``      a[G, M, K], b[G, N, K], d[G, M, N]; layout[G] counts each group's valid rows
 
-    packed_axes: the axes (-1 for K, -2 for rows) along which a and b hold two values a byte, where FP4.
+    packed_axes: the axes (-1 for K, -2 for rows) along which a and b hold two values a byte; 0 where they are
+    not FP4.
     """
 
     op: str
@@ -70,7 +71,7 @@ class Gemm:
     zero_padding: bool = False
     expected_m: int = 0
     head_splits: tuple[int, int, int] | None = None
-    packed_axes: tuple[int, int] = (-1, -1)
+    packed_axes: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -267,6 +268,18 @@ class Detailed(Protocol):
 
     def details(self) -> dict[str, str]:
         """Label -> words, for ``doctor``: which parts are in use, and why. It may need no device."""
+        ...
+
+
+@runtime_checkable
+class Casting(Protocol):
+    """A backend that casts to FP8 by kernels of its own, bit for bit as ``dg_core.quant`` does."""
+
+    def per_token_cast_to_fp8(
+        self, x: Tensor, use_ue8m0: bool, gran_k: int, use_packed_ue8m0: bool, mn_major: bool
+    ) -> tuple[Tensor, Tensor] | None:
+        """What ``dg_core.quant.per_token_cast_to_fp8`` gives for these arguments, which the front has
+        checked, on the current stream; None where the backend has no kernel for them."""
         ...
 
 

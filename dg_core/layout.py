@@ -343,7 +343,7 @@ def psum_rows(ends: Tensor, alignment: int, rows: int) -> tuple[Tensor, Tensor]:
     return ((previous + alignment - 1) // alignment * alignment).clamp(max=rows), end
 
 
-def _in_a_group(starts: Tensor, ends: Tensor, rows: int) -> Tensor:
+def in_a_group(starts: Tensor, ends: Tensor, rows: int) -> Tensor:
     """bool ``[rows]``: the rows inside any of the ranges, which may overlap or be empty.
 
     The running sum of starts less ends is the number of ranges around a row. It takes 4 bytes a row, where a
@@ -364,7 +364,7 @@ def packed_ue8m0_mn_major(sf: Tensor, psum_layout: Tensor | None = None, alignme
     op = "get_mn_major_tma_aligned_packed_ue8m0_tensor"
     _check_sf_dims(op, sf)
     if psum_layout is not None:
-        used = _in_a_group(*psum_rows(psum_layout, alignment, sf.shape[-2]), sf.shape[-2])
+        used = in_a_group(*psum_rows(psum_layout, alignment, sf.shape[-2]), sf.shape[-2])
         sf = torch.where(used[:, None], sf, torch.zeros((), dtype=sf.dtype, device=sf.device))
     words = pack_scales(op, sf)
     out = empty_mn_major(words.shape, torch.int32, sf.device)

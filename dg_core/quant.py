@@ -25,6 +25,7 @@ from .layout import (
     align,
     ceil_div,
     ceil_to_ue8m0,
+    empty_mn_major,
     pack_own_scales,
     unpack_ue8m0_from_int,
 )
@@ -36,8 +37,12 @@ FP4_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 # What the casts of a matrix take.
-_matrix_cast = takes(
-    x=tensor(floating=True, axes=(2,)), use_ue8m0=flag, gran_k=integer(1), use_packed_ue8m0=flag
+matrix_cast = takes(
+    x=tensor(floating=True, axes=(2,)),
+    use_ue8m0=flag,
+    gran_k=integer(1),
+    use_packed_ue8m0=flag,
+    mn_major=flag,
 )
 
 
@@ -63,16 +68,25 @@ def _pad(x: Tensor, rows: int, columns: int) -> Tensor:
     return padded
 
 
-def _check_packing(op: str, use_ue8m0: bool, use_packed_ue8m0: bool) -> None:
+def check_packing(op: str, use_ue8m0: bool, use_packed_ue8m0: bool) -> None:
+    """Refuse packed scales that are no powers of two.
+
+    Raises:
+        ArgumentError: they are asked for without ``use_ue8m0``.
+    """
     if use_packed_ue8m0 and not use_ue8m0:
         raise ArgumentError(f"{op}: use_packed_ue8m0 is True but use_ue8m0 is False; packed scales are UE8M0")
 
 
-@_matrix_cast
+@matrix_cast
 def per_token_cast_to_fp8(
-    x: Tensor, use_ue8m0: bool, gran_k: int = 128, use_packed_ue8m0: bool = False
+    x: Tensor, use_ue8m0: bool, gran_k: int = 128, use_packed_ue8m0: bool = False, *, mn_major: bool = False
 ) -> tuple[Tensor, Tensor]:
     """``x`` ``[m, k]`` -> e4m3fn ``[m, k]`` and one scale for every ``gran_k`` columns of a row.
+
+    Args:
+        mn_major: give the scales in the layout of ``layout.empty_mn_major``, which kernels load without a
+            copy, instead of row after row.
 
     Returns:
         The values and the scales, float32 ``[m, cdiv(k, gran_k)]``, or int32 ``[m, cdiv(k, 4 * gran_k)]``
@@ -82,15 +96,18 @@ def per_token_cast_to_fp8(
         ShapeError, DTypeError: ``x`` is not a floating-point matrix.
         ArgumentError: packed scales are asked for without ``use_ue8m0``.
     """
-    _check_packing("per_token_cast_to_fp8", use_ue8m0, use_packed_ue8m0)
+    check_packing("per_token_cast_to_fp8", use_ue8m0, use_packed_ue8m0)
     m, k = x.shape
     blocks = _pad(x, 1, gran_k).view(m, ceil_div(k, gran_k), gran_k)
     sf = _scale(blocks.abs().amax(2), FP8_MAX, use_ue8m0)
     values = _to_fp8(blocks, sf.unsqueeze(2)).flatten(1)[:, :k].contiguous()
-    return values, pack_own_scales(sf) if use_packed_ue8m0 else sf
+    scales = pack_own_scales(sf) if use_packed_ue8m0 else sf
+    if mn_major:
+        scales = empty_mn_major(scales.shape, scales.dtype, scales.device).copy_(scales)
+    return values, scales
 
 
-@_matrix_cast
+@matrix_cast
 def per_channel_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = 128) -> tuple[Tensor, Tensor]:
     """``x`` ``[k, n]`` -> e4m3fn ``[k, n]`` and float32 scales ``[k / gran_k, n]``: K runs along the rows.
 
@@ -108,7 +125,7 @@ def per_channel_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = 128) -> tu
     return _to_fp8(blocks, sf.unsqueeze(1)).view(k, n), sf
 
 
-@_matrix_cast
+@matrix_cast
 def per_block_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = 128) -> tuple[Tensor, Tensor]:
     """``x`` ``[n, k]`` -> e4m3fn ``[n, k]`` and float32 scales ``[cdiv(n, gran_k), cdiv(k, gran_k)]``."""
     n, k = x.shape
@@ -179,7 +196,7 @@ def unpack_fp4(packed: Tensor) -> Tensor:
     return torch.stack((raw & 0xF, raw >> 4), dim=-1).flatten(-2)
 
 
-@_matrix_cast
+@matrix_cast
 def per_token_cast_to_fp4(
     x: Tensor, use_ue8m0: bool, gran_k: int = 128, use_packed_ue8m0: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -191,7 +208,7 @@ def per_token_cast_to_fp4(
         ArgumentError: packed scales are asked for without ``use_ue8m0``.
     """
     op = "per_token_cast_to_fp4"
-    _check_packing(op, use_ue8m0, use_packed_ue8m0)
+    check_packing(op, use_ue8m0, use_packed_ue8m0)
     m, k = x.shape
     if k % 2:
         raise ShapeError(

@@ -73,6 +73,15 @@ struct Config {
     unsigned count;
 };
 
+// The values of a map's axes, as many as the driver may read.
+template <typename Number>
+static std::string joined(const Number* values, unsigned count) {
+    std::string out;
+    for (unsigned i = 0; i < count; ++i)
+        out += (i ? "," : "") + std::to_string(values[i]);
+    return out;
+}
+
 static void note_config(const char* name, const Config* c, const void* f) {
     NOTE("%s function=%p grid=%u,%u,%u block=%u,%u,%u shared=%u stream=%p", name, f, c->gx, c->gy, c->gz,
          c->bx, c->by, c->bz, c->shared, c->stream);
@@ -146,9 +155,9 @@ int cuTensorMapEncodeTiled(void* map, int type, uint32_t rank, void* address, co
                            const uint64_t* strides, const uint32_t* box, const uint32_t* steps,
                            int interleave, int swizzle, int l2, int fill) {
     LOCK;
-    NOTE("map type=%d rank=%u address=%p dims=%lu,%lu stride=%lu box=%u,%u steps=%u,%u interleave=%d "
-         "swizzle=%d l2=%d fill=%d", type, rank, address, dims[0], dims[1], strides[0], box[0], box[1],
-         steps[0], steps[1], interleave, swizzle, l2, fill);
+    NOTE("map type=%d rank=%u address=%p dims=%s stride=%s box=%s steps=%s interleave=%d swizzle=%d l2=%d "
+         "fill=%d", type, rank, address, joined(dims, rank).c_str(), joined(strides, rank - 1).c_str(),
+         joined(box, rank).c_str(), joined(steps, rank).c_str(), interleave, swizzle, l2, fill);
     if (reinterpret_cast<uintptr_t>(map) % 64)
         NOTE("  at an unaligned place");
     std::memset(map, 0x5a, 128);

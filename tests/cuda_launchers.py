@@ -115,6 +115,20 @@ ENCODED = {
 }  # fmt: skip
 
 
+#: groups, group_bytes and the words for the rule that they break.
+GROUP_RULES = (
+    (-1, 16, "there are -1 groups; it must be in [1, 2^32], or 0 for two axes"),
+    ((1 << 32) + 1, 16, "there are 4294967297 groups; it must be in [1, 2^32]"),
+    (4, 7184 * 4096 + 8, "the groups are 29425672 bytes apart; it must be a multiple of 16"),
+    (1, 8, "the groups are 8 bytes apart; it must be a multiple of 16"),
+    (4, 1 << 40, "the groups are 1099511627776 bytes apart; it must be less than 2^40"),
+    (1, 1 << 40, "the groups are 1099511627776 bytes apart; it must be less than 2^40"),
+    (4, 0, "the groups are 0 bytes apart; it must be at least 16 where groups is 4"),
+    (4, -16, "the groups are -16 bytes apart; it must be at least 16 where groups is 4"),
+    (1, -16, "the groups are -16 bytes apart; it must be at least 0 where groups is 1"),
+)
+
+
 def launched(stream: int = STREAM, attributes: tuple[str, ...] = (), context: int = 0x1000) -> list[str]:
     """The notes of a launch, but for its parameters."""
     config = f"grid=130,2,1 block=384,1,1 shared=200000 stream={stream:#x}"

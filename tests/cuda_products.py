@@ -249,6 +249,38 @@ CONFIGS: dict[str, tuple[str, GemmConfig]] = {
 }  # fmt: skip
 
 
+_MASKED: dict[str, Any] = {"grouping": "masked"}
+_LABELLED: dict[str, Any] = {"grouping": "contiguous"}
+_PSUM: dict[str, Any] = {"grouping": "psum"}
+#: The same of groups and of FP4, whose values on a card other modules look at.
+OTHERS: dict[str, tuple[str, GemmConfig]] = {
+    "masked, 256 rows": ("block", staged(subs=2, **_BULK, **_MASKED)),
+    "masked, pairs in turns": ("block", staged(pairs=True, ordered=True, **_BULK, **_MASKED)),
+    "masked, 192 rows": ("block", staged(boxes=2, consumers=3, **_BULK, **_MASKED)),
+    "masked, swapped 64 x 24": ("block", staged(consumers=1, block_q=24, **_SWAPPED, **_MASKED)),
+    "contiguous, 256 rows": ("block", staged(subs=2, **_BULK, **_LABELLED)),
+    "contiguous, 192 columns": ("block", staged(block_q=192, ordered=True, **_BULK, **_LABELLED)),
+    "contiguous, swapped, K-major scales": (
+        "block", staged(block_q=16, scale_k_major=True, **_SWAPPED, **_LABELLED)
+    ),
+    "contiguous, row, float32": ("row", staged(block_q=96, pairs=True, d_bytes=4, **_ROW, **_LABELLED)),
+    "psum, pairs in turns": ("block", staged(boxes=2, pairs=True, ordered=True, **_BULK, **_PSUM)),
+    "psum, 256 rows": ("block", staged(subs=2, **_BULK, **_PSUM)),
+    "psum, swapped, float32": ("block", staged(block_q=64, d_bytes=4, **_SWAPPED, **_PSUM)),
+    "batched, channel": ("channel", staged(block_q=192, tma_store=True, grouping="batched", **_CHANNEL)),
+    "masked, bf16": ("none", staged(block_q=256, tma_store=True, **_BF16, **_MASKED)),
+    "contiguous, bf16 nn": ("none", staged(block_q=192, q_mn_major=True, **_BF16, **_LABELLED)),
+    "fp4 weights": ("row32", staged(scale_steps=4, q_fp4=True, tma_store=True, **_ROW)),
+    "fp4 both, swapped, K in 3 parts": (
+        "row32", staged(block_q=16, swap=True, split=3, scale_steps=4, p_fp4=True, q_fp4=True, **_ROW)
+    ),
+    "fp4 weights, masked, swapped": (
+        "row32", staged(block_q=32, swap=True, scale_steps=4, p_fp4=True, **_ROW, **_MASKED)
+    ),
+    "fp4 weights, block, psum": ("block", staged(subs=2, q_fp4=True, **_BULK, **_PSUM)),
+}  # fmt: skip
+
+
 def majors(config: GemmConfig) -> tuple[bool, bool]:
     """Whether A and B have their rows contiguous."""
     p, q = config.p_mn_major, config.q_mn_major
@@ -258,7 +290,8 @@ def majors(config: GemmConfig) -> tuple[bool, bool]:
 def task(kind: str, config: GemmConfig, m: int, n: int, k: int) -> GemmTask:
     """The task that a configuration is made for."""
     a_mn, b_mn = majors(config)
+    fp4 = (config.q_fp4, config.p_fp4) if config.swap else (config.p_fp4, config.q_fp4)
     return GemmTask(
         m, n, k, config.element_bytes, config.d_bytes, kind, a_mn, b_mn, config.scale_k_major,
-        not config.tma_store,
+        not config.tma_store, *fp4, grouping=config.grouping,
     )  # fmt: skip

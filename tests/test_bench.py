@@ -332,9 +332,9 @@ def test_scales_of_rows_lie_as_kernels_load_them(scales: str) -> None:
 def test_a_name_that_the_public_library_had_in_another_year() -> None:
     op = ops.TABLE["m_grouped_fp8_gemm_nt_masked"]
     old = SimpleNamespace(fp8_m_grouped_gemm_nt_masked=print)
-    assert peers._function(old, op) is print
+    assert peers.function_of(old, op) is print
     with pytest.raises(AttributeError, match="none of m_grouped_fp8_gemm_nt_masked, m_grouped_fp8_fp4"):
-        peers._function(SimpleNamespace(), op)
+        peers.function_of(SimpleNamespace(), op)
 
 
 def test_our_own_compat_is_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:

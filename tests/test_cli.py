@@ -254,11 +254,11 @@ def test_explain_a_product_on_hopper(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_explain_what_hopper_has_no_kernel_for(capsys: pytest.CaptureFixture[str]) -> None:
-    status, text = explain(capsys, "m_grouped_fp8_gemm_nt_masked", "--arch", "sm90a")
+    status, text = explain(capsys, "fp8_mqa_logits", "--arch", "sm90a")
     assert status == 0
     words = " ".join(text.split())
     assert "backend reference" in words
-    assert "not cuda it has kernels for dense products alone" in words
+    assert "not cuda it has kernels for products and changes" in words
 
 
 @pytest.mark.usefixtures("partial_cuda")

@@ -108,7 +108,7 @@ class Call:
         asked = gemm.task_of(problem, operands, out)
         assert legal(c, asked, PROCESSORS) == ""
         grid = blocks or grid_blocks(c, asked, PROCESSORS)
-        self.plan = gemm.DensePlan(problem, operands, out, c, grid, self.d.device)
+        self.plan = gemm.ProductPlan(problem, operands, out, c, grid, self.d.device)
 
     def run(self) -> Tensor:
         self.plan(*self.made.tensors, self.d, None)

@@ -23,6 +23,7 @@ from dg_core.errors import ArgumentError, BackendUnavailable, DGError
 
 from .cuda_compilers import ROOT
 from .cuda_fake import FakeDriver, build, built, fake
+from .cuda_launchers import GROUP_RULES
 
 __all__ = ["built", "fake"]  # fixtures
 
@@ -186,6 +187,16 @@ def test_a_tensor_map(cuda: Driver, fake: FakeDriver) -> None:
     assert re.search(r"type=7 .*box=4,256 .*swizzle=0 l2=2", fake.notes()[0])
 
 
+def test_a_tensor_map_of_groups(cuda: Driver, fake: FakeDriver) -> None:
+    parameters = structs.aligned(Parameters)
+    encode(cuda, ctypes.addressof(parameters), groups=6, group_bytes=1 << 26)
+    assert fake.notes() == [
+        "map type=0 rank=3 address=0x7f0000000100 dims=7168,4096,6 stride=7184,67108864 box=128,64,1 "
+        "steps=1,1,1 interleave=0 swizzle=3 l2=3 fill=0"
+    ]
+    assert bytes(parameters.map) == (0x7F0000000100).to_bytes(8, "little") + b"\x5a" * 120
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -201,6 +212,8 @@ def test_a_tensor_map(cuda: Driver, fake: FakeDriver) -> None:
         ({"dtype": "float64"}, "dtype is 'float64'; it must be one of uint8, int32"),
         ({"swizzle": 96}, "swizzle is 96; it must be one of 0, 32, 64, 128"),
         ({"l2_promotion": 1}, "l2_promotion is 1; it must be one of 0, 64, 128, 256"),
+        ({"groups": 4, "group_bytes": 16, "row_bytes": 7170}, "rows are 7170 bytes apart"),
+        *(({"groups": groups, "group_bytes": apart}, words) for groups, apart, words in GROUP_RULES),
     ],
 )
 def test_the_rules_of_a_tensor_map(

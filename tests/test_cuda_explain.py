@@ -28,6 +28,16 @@ FP8 = (*(f"fp8_gemm_{order}" for order in ORDERS), "fp8_gemm_nt_skip_head_mid")
 BF16 = tuple(f"bf16_gemm_{order}" for order in ORDERS)
 BLAS = tuple(f"cublaslt_gemm_{order}" for order in ORDERS)
 DENSE = (*FP8, *BF16, *BLAS)
+GROUPED = (
+    "m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nn_contiguous", "m_grouped_fp8_gemm_nt_masked",
+    "m_grouped_bf16_gemm_nt_contiguous", "m_grouped_bf16_gemm_nn_contiguous", "m_grouped_bf16_gemm_nt_masked",
+    "fp8_bmm_nt", "bf16_bmm_nt",
+)  # fmt: skip
+TRANSFORMS = (
+    "get_mn_major_tma_aligned_tensor", "get_mn_major_tma_aligned_packed_ue8m0_tensor",
+    "get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor",
+)  # fmt: skip
+HAVING = (*DENSE, *GROUPED, *TRANSFORMS)
 SCALES = ("block", "block_1d1d", "channelwise", "packed")
 SIZES = (1, 7, 64, 128, 300, 4096)
 
@@ -47,19 +57,19 @@ def problem_of(name: str, **choices: Any) -> Gemm:
 # What it has ------------------------------------------------------------------------------------------------
 
 
-def test_it_has_the_dense_products_and_says_no_to_all_others() -> None:
+def test_it_has_products_and_transforms_and_says_no_to_all_others() -> None:
     having = set()
     for name, op in ops.TABLE.items():
         problem, _ = dispatch.check(op, *call_of(name))
         if BACKEND.supports(type(problem), name).ok:
             having.add(name)
-    assert having == set(DENSE)
+    assert having == set(HAVING)
     assert BACKEND.supports(Gemm, "fp8_gemm_nt", "sm90a").ok
     other = BACKEND.supports(Gemm, "fp8_gemm_nt", "sm100a")
     assert (other.ok, other.reason) == (False, "it has kernels for sm90a alone")
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", HAVING)
 def test_tensors_on_the_cpu(environment: Callable[..., None], name: str) -> None:
     environment(DG_BACKEND="cuda")
     with pytest.raises(BackendUnavailable, match="backend 'cuda' cannot run on cpu: it needs a CUDA tensor"):
@@ -67,10 +77,10 @@ def test_tensors_on_the_cpu(environment: Callable[..., None], name: str) -> None
 
 
 LACKED = (
-    "m_grouped_fp8_gemm_nt_contiguous",
-    "m_grouped_bf16_gemm_nt_masked",
-    "fp8_bmm_nt",
+    "k_grouped_fp8_gemm_nt_contiguous",
+    "einsum_bmk_bnk_mn",
     "fp8_fp4_mqa_logits",
+    "tf32_hc_prenorm_gemm",
 )
 
 
@@ -84,7 +94,7 @@ def test_auto_takes_the_reference_for_what_it_lacks(monkeypatch: pytest.MonkeyPa
     found = dispatch.search(names, dispatch.probe, type(problem), name)
     assert found.backend is not None
     assert (found.backend.name, found.lacking) == ("reference", ("cuda",))
-    assert found.passed_over["cuda"].reason == "it has kernels for dense products alone"
+    assert found.passed_over["cuda"].reason.startswith("it has kernels for products and changes")
     with (
         dg_core.use_backend("cuda"),
         pytest.raises(UnsupportedError, match=f"{name}: the cuda backend lacks it .*have it: .*reference"),
@@ -99,15 +109,15 @@ def test_auto_takes_the_reference_for_what_it_lacks(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("scales", SCALES)
-@pytest.mark.parametrize("name", [*FP8, *BF16])
+@pytest.mark.parametrize("name", [*FP8, *BF16, *GROUPED])
 def test_words_name_a_kernel_that_is_compiled_ahead(
     monkeypatch: pytest.MonkeyPatch, name: str, scales: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    problem = problem_of(name, **({"scales": scales} if name in FP8 else {}))
+    problem = problem_of(name, **({"scales": scales} if "fp8" in name else {}))
     names: set[str] = set()
     for m in SIZES:
-        one = replace(problem, m=m)
+        one = replace(problem, m=m, expected_m=m if problem.grouping == "masked" else 0)
         words = BACKEND.explain(one)
         kernel, _, rest = words.partition(": ")
         assert rest.startswith("tile ")

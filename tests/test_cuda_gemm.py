@@ -47,7 +47,7 @@ FAMILY_PAIRS = (
     ("row_column", "row_column", False), ("1x128", "row", False), ("row", "128x128", False),
     ("128x128", "128x128", True), ("1x128", "packed32", True), ("packed128", "128x128", False),
 )  # fmt: skip
-KINDS = (("fp8", "fp8"), ("fp8", "fp4"), ("fp4", "fp8"), ("fp4_mn", "fp4_mn"))
+KINDS = (("fp8", "fp8"), ("fp8", "fp4"), ("fp4", "fp8"), ("fp4", "fp4"), ("fp4_mn", "fp4_mn"))
 STORAGE = (*MATRIX_STORAGE, "wide", "wide column")
 OUT_STORAGE = (*ROW_STORAGE, "wide")
 

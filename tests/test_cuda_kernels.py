@@ -29,6 +29,7 @@ from dg_core.errors import BackendUnavailable, BuildError
 from .cuda_compilers import require_compiler
 from .cuda_products import (
     CONFIGS,
+    OTHERS,
     PROCESSORS,
     Product,
     hopper,
@@ -103,10 +104,10 @@ def compiler(folder: Path, environment: Callable[..., None]) -> jit.Jit:
     return jit.default()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *OTHERS])
 def test_the_assembler_neither_spills_nor_serialises(compiler: jit.Jit, name: str) -> None:
     """C75xx are the assembler's words for products that it makes wait for one another."""
-    _, config = CONFIGS[name]
+    _, config = (CONFIGS | OTHERS)[name]
     kernel = compiler.build(config.name, gemm_source(config), gemm.ARCH)
     assert kernel.report.known
     assert (kernel.report.spills, kernel.report.local, kernel.report.warnings) == (0, 0, ())
@@ -114,8 +115,9 @@ def test_the_assembler_neither_spills_nor_serialises(compiler: jit.Jit, name: st
 
 
 def test_configurations_differ_and_are_legal() -> None:
-    assert len({config for _, config in CONFIGS.values()}) == len(CONFIGS)
-    for kind, config in CONFIGS.values():
+    both = [*CONFIGS.values(), *OTHERS.values()]
+    assert len({config for _, config in both}) == len(both)
+    for kind, config in both:
         assert illegal_config(config, task(kind, config, 64, 64, 4096)) == ""
 
 
@@ -184,7 +186,7 @@ def plan(
     asked = gemm.task_of(problem, operands, out)
     assert legal(config, asked, PROCESSORS) == ""
     blocks = blocks or grid_blocks(config, asked, PROCESSORS)
-    ready = gemm.DensePlan(problem, operands, out, config, blocks, d.device)
+    ready = gemm.ProductPlan(problem, operands, out, config, blocks, d.device)
     return lambda: ready(*made.tensors, d, c)
 
 

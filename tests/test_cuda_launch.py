@@ -17,6 +17,9 @@ from dg_core.errors import ArgumentError, DGError
 
 from .cuda_fake import FakeDriver, built, fake
 from .cuda_launchers import (
+    GROUP_RULES,
+    KINDS,
+    MAPS,
     STREAM,
     A,
     B,
@@ -111,6 +114,50 @@ def test_without_maps_and_pointers(make: Make, function: Function, fake: FakeDri
     launcher = make(launch_spec(function, maps=(), pointers=()))
     launcher([], STREAM)
     assert fake.notes() == [*launched(), f"  {bytes(Parameters(constant=0xC0FFEE)).hex()}"]
+
+
+# Three axes -------------------------------------------------------------------------------------------------
+
+AXES = "map type=0 rank={rank} address={address:#x} {axes} interleave=0 swizzle=3 l2=3 fill=0"
+ROWS = "dims=7168,4096,{} stride={},{} box=128,64,1 steps=1,1,1"
+LARGEST = (1 << 40) - 16  # of the strides
+
+
+@both
+@pytest.mark.parametrize(
+    ("changes", "rank", "axes"),
+    [
+        ({}, 2, "dims=7168,4096 stride=7184 box=128,64 steps=1,1"),
+        ({"groups": 0, "group_bytes": -24}, 2, "dims=7168,4096 stride=7184 box=128,64 steps=1,1"),
+        ({"groups": 4, "group_bytes": 7184 * 4100}, 3, ROWS.format(4, 7184, 29454400)),
+        ({"groups": 3, "group_bytes": 7168, "row_bytes": 3 * 7168}, 3, ROWS.format(3, 21504, 7168)),
+        ({"groups": 1 << 32, "group_bytes": 16}, 3, ROWS.format(1 << 32, 7184, 16)),
+        ({"groups": 2, "group_bytes": LARGEST}, 3, ROWS.format(2, 7184, LARGEST)),
+        ({"groups": 1, "group_bytes": 64}, 3, ROWS.format(1, 7184, 64)),
+        # One group without a distance gets the size of its matrix, as far as a stride reaches.
+        ({"groups": 1}, 3, ROWS.format(1, 7184, 29425664)),
+        ({"groups": 1, "row_bytes": LARGEST}, 3, ROWS.format(1, LARGEST, LARGEST)),
+        ({"groups": 1, "row_bytes": 0}, 3, ROWS.format(1, 0, 16)),
+    ],
+)
+def test_the_axes_of_a_map(
+    make: Make, function: Function, fake: FakeDriver, changes: dict[str, Any], rank: int, axes: str
+) -> None:
+    launcher = make(launch_spec(function, maps=(map_spec(**changes),)))
+    launcher(addresses(), STREAM)
+    assert fake.notes()[0] == AXES.format(rank=rank, address=A, axes=axes)
+    launcher(addresses(d=0x18), STREAM)
+    assert not any(line.startswith("map") for line in fake.notes())
+    launcher(addresses(a=0x100), STREAM)
+    assert fake.notes()[0] == AXES.format(rank=rank, address=0x100, axes=axes)
+
+
+@both
+def test_maps_of_both_ranks_in_one_launch(make: Make, function: Function, fake: FakeDriver) -> None:
+    maps = (map_spec(groups=4, group_bytes=1 << 25), MAPS[1])
+    make(launch_spec(function, maps=maps))(addresses(), STREAM)
+    grouped = AXES.format(rank=3, address=A, axes=ROWS.format(4, 7184, 1 << 25))
+    assert fake.notes() == [grouped, encoded("b", B), *launched(), parameters()]
 
 
 # Contexts ---------------------------------------------------------------------------------------------------
@@ -260,6 +307,17 @@ def test_a_wrong_signature(make: Make, function: Function, fake: FakeDriver, arg
     assert fake.notes() == []
 
 
+@pytest.fixture(params=KINDS)
+def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, environment: Any) -> None:
+    """``make_launcher`` takes one kind, whichever this machine has installed."""
+    if request.param == "native":
+        found = (request.getfixturevalue("module"), "told by the test")
+        monkeypatch.setattr(launch, "native_module", lambda: found)
+    environment(DG_NATIVE_LAUNCHER="1" if request.param == "native" else "0")
+    assert launch.which()[0] == request.param
+
+
+@pytest.mark.usefixtures("chosen")
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -278,6 +336,10 @@ def test_a_wrong_signature(make: Make, function: Function, fake: FakeDriver, arg
         ({"maps": (map_spec(row_bytes=7170),)}, "tensor map of a: rows are 7170 bytes apart"),
         ({"maps": (map_spec(dtype="float64"),)}, "tensor map of a: dtype is 'float64'"),
         ({"maps": (map_spec(box=(64, 256)),)}, "a row of the box has 256 bytes; the swizzle holds"),
+        *(
+            ({"maps": (map_spec(groups=groups, group_bytes=apart),)}, f"tensor map of a: {words}")
+            for groups, apart, words in GROUP_RULES
+        ),
     ],
 )  # fmt: skip
 def test_the_rules_of_a_specification(

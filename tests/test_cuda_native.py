@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from dg_core.backends.cuda import jit, launch
+from dg_core.backends.cuda import jit, launch, structs
 from dg_core.backends.cuda.driver import Function, driver
 from dg_core.backends.cuda.launch import LaunchSpec, MapSpec
 
@@ -116,6 +116,17 @@ def test_the_native_module_guards_its_memory_itself(module: Any, function: Funct
             launch.native_launcher(module, launch_spec(function, **changes))
 
 
+@pytest.mark.parametrize("rank", [0, 1, 4])
+def test_the_native_module_knows_two_ranks(
+    module: Any, function: Function, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """It has room for three axes, so another rank would have the driver read beyond them."""
+    axes = structs.Axes(rank, (16, 1, 1), (16, 16), (16, 1, 1))
+    monkeypatch.setattr(structs, "axes", lambda *_: axes)
+    with pytest.raises(ValueError, match=f"kernel: the tensor map of a has rank {rank}; 2 to 3 are possible"):
+        launch.native_launcher(module, launch_spec(function))
+
+
 def formats_program() -> tuple[str, int]:
     """A program that prints every pattern of the host code with values, then the formatter's name."""
     texts = [path.read_text() for path in sorted(HOST.glob("*.cpp"))]
@@ -195,18 +206,64 @@ extern "C" __global__ void launch_test_copy(const __grid_constant__ Params param
 """
 ROWS, TAG = 100, 3
 
+COPY_GROUPS_NAME = "launch_test_copy_groups"
+#: The same for groups of matrices, block (x, y) with rows 32 * x of group y. The counter takes the sum of the
+#: bytes that arrived beyond the group's last row: nothing but zeros should.
+COPY_GROUPS = """#include <dg/ptx/copy.cuh>
+
+struct Params {
+    dg::ptx::TensorMap from, to;
+    unsigned long long* counter;
+    unsigned long long rows;
+};
+
+extern "C" __global__ void launch_test_copy_groups(const __grid_constant__ Params params) {
+    using namespace dg::ptx;
+    __shared__ alignas(128) unsigned char tile[32 * 128];
+    __shared__ alignas(8) unsigned long long arrived;
+    if (threadIdx.x == 0) {
+        const Shared at = shared_address(tile), barrier = shared_address(&arrived);
+        const int row = 32 * static_cast<int>(blockIdx.x), group = static_cast<int>(blockIdx.y);
+        mbarrier_init(barrier, 1);
+        fence_barrier_init();
+        mbarrier_expect_bytes(barrier, sizeof tile);
+        tma_load(&params.from, barrier, at, 0, row, group, kEvictNormal);
+        mbarrier_wait(barrier, 0);
+        tma_store(&params.to, at, 0, row, group);
+        tma_store_commit();
+        tma_store_wait_read<0>();
+        unsigned long long beyond = 0;
+        for (int each = 0; each < 32 * 128; ++each)
+            beyond += row + each / 128 < static_cast<int>(params.rows) ? 0 : tile[each];
+        atomicAdd(params.counter, beyond);
+    }
+}
+"""
+
 
 @pytest.fixture
-def kernel(tmp_path: Path, environment: Environment) -> jit.Kernel:
+def compiled(tmp_path: Path, environment: Environment) -> Callable[[str, str], jit.Kernel]:
     environment(DG_JIT_CACHE_DIR=str(tmp_path / "kernels"))
     found = jit.default().compiler()
     if found.compiler is None:
         pytest.skip(f"no compiler: {'; '.join(found.reasons)}")
-    return jit.default().build(NAME, COPY, "sm90a")
+    return lambda name, text: jit.default().build(name, text, "sm90a")
 
 
-def test_the_kernel_of_the_next_test_compiles(kernel: jit.Kernel) -> None:
-    assert (kernel.report.spills, kernel.report.local, kernel.report.warnings) == (0, 0, ())
+@pytest.fixture
+def kernel(compiled: Callable[[str, str], jit.Kernel]) -> jit.Kernel:
+    return compiled(NAME, COPY)
+
+
+@pytest.fixture
+def groups_kernel(compiled: Callable[[str, str], jit.Kernel]) -> jit.Kernel:
+    return compiled(COPY_GROUPS_NAME, COPY_GROUPS)
+
+
+@pytest.mark.parametrize("which", ["kernel", "groups_kernel"])
+def test_the_kernels_of_the_next_tests_compile(request: pytest.FixtureRequest, which: str) -> None:
+    report = request.getfixturevalue(which).report
+    assert (report.spills, report.local, report.warnings) == (0, 0, ())
 
 
 def copy_spec(kernel: jit.Kernel, cluster: int = 1) -> LaunchSpec:
@@ -268,3 +325,46 @@ def test_both_launch_into_a_graph(make: Make, kernel: jit.Kernel) -> None:
         graph.replay()
         assert torch.equal(target, source)
     assert counter.item() == 2 * 4 * TAG
+
+
+def copy_groups_spec(kernel: jit.Kernel, source: torch.Tensor, target: torch.Tensor) -> LaunchSpec:
+    """A copy of [groups, rows, 128] bytes; one group has no distance from another."""
+    groups, rows, columns = source.shape
+    maps = [
+        MapSpec(
+            128 * slot, slot, "uint8", (rows, columns), x.stride(1), (32, columns), 128, 256, what, groups,
+            x.stride(0) if groups > 1 else 0,
+        )
+        for slot, (x, what) in enumerate(((source, "source"), (target, "target")))
+    ]  # fmt: skip
+    constants = bytes(264) + rows.to_bytes(8, "little") + bytes(48)
+    function = driver().load(kernel.image, COPY_GROUPS_NAME, kernel.key)
+    grid = (-(-rows // 32), groups, 1)
+    return LaunchSpec(function, grid, (32, 1, 1), (1, 1, 1), False, constants, tuple(maps), ((256, 2),))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("between", [False, True], ids=["apart", "between"])
+@both
+def test_both_copy_groups_on_a_card(
+    make: Make, groups_kernel: jit.Kernel, groups: int, between: bool
+) -> None:
+    """Bitwise, from groups that lie apart or between each other's rows; no box goes beyond its group."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the card is not of the Hopper family")
+    shape = (ROWS, groups, 128) if between else (groups, ROWS, 128)
+    whole = torch.full((groups, ROWS + 60, 128), 9, dtype=torch.uint8, device="cuda")
+    target, counter = whole[:, :ROWS], torch.zeros(1, dtype=torch.int64, device="cuda")
+    memory = torch.empty(shape, dtype=torch.uint8, device="cuda")
+    source = memory.transpose(0, 1) if between else memory
+    launcher = make(copy_groups_spec(groups_kernel, source, target))
+    for _ in range(2):
+        memory.random_(1, 256)
+        given = [source.data_ptr(), whole.data_ptr(), counter.data_ptr()]
+        launcher(given, torch.cuda.current_stream().cuda_stream)
+        torch.cuda.synchronize()
+        assert torch.equal(target, source)
+        assert bool((whole[:, ROWS:] == 9).all())
+        assert counter.item() == 0

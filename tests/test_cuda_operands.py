@@ -7,7 +7,7 @@ scales anew has its own tests (test_cuda_sf_expand.py); on the CPU torch does it
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,9 +31,19 @@ from dg_core.layout import (
 )
 
 from . import formulas
-from .operands import FAMILIES, Scaled, generator, random_bf16, random_e4m3, random_fp4, random_scales, scaled
+from .cuda_lays import GROUPINGS, PLAIN, ROWS, K, Lay, bits, check_form, lays, loadable
+from .operands import (
+    FAMILIES,
+    Scaled,
+    generator,
+    random_bf16,
+    random_e4m3,
+    random_fp4,
+    random_scales,
+    random_ue8m0,
+    scaled,
+)
 
-ROWS, K = 0, 1
 FORMATS = {name: ScaleFormat(*family) for name, family in FAMILIES.items()}
 # family -> what a scale of A and one of B cover, (rows, K); K None: all of it
 COVERED = {
@@ -44,80 +54,26 @@ COVERED = {
 }
 
 
-# Storage and the rule ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Lay:
-    """Where a matrix lies: which axis is the inner one, elements from one of it to the next, elements that
-    follow each line, and elements before the first."""
-
-    inner: int = K
-    step: int = 1
-    pad: int = 0
-    first: int = 0
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The values of ``x``, a matrix or a vector, among 0xFF bytes (NaN in every float format)."""
-        rows, columns = x.shape if x.dim() == 2 else (len(x), 1)
-        line, lines = (columns, rows) if self.inner == K else (rows, columns)
-        apart = max(line * self.step + self.pad, 1)
-        count = self.first + apart * lines + self.step
-        buffer = torch.full((count * x.element_size(),), 0xFF, dtype=torch.uint8, device=x.device)
-        strides = (apart, self.step) if self.inner == K else (self.step, apart)
-        view = buffer.view(x.dtype).as_strided((rows, columns), strides, self.first)
-        view = view if x.dim() == 2 else view[:, 0]
-        view.copy_(x)
-        return view
-
-
-lays = st.builds(
-    Lay,
-    st.sampled_from((ROWS, K)),
-    st.sampled_from((1, 1, 1, 2)),
-    st.sampled_from((0, 0, 1, 3, 4, 16)),
-    st.sampled_from((0, 0, 0, 1, 16)),
-)
-
-
-def loadable(x: Tensor, major: int) -> bool:
-    """The rule of a tensor map: one axis contiguous, the other 16 bytes times something apart and beyond what
-    it steps over, an aligned start; a stride of one element means nothing."""
-    other = 1 - major
-    if x.data_ptr() % 16 or (x.shape[major] > 1 and x.stride(major) != 1):
-        return False
-    apart = x.stride(other)
-    return x.shape[other] == 1 or (apart * x.element_size() % 16 == 0 and apart >= x.shape[major])
-
-
-def check_form(step: operands.Step, given: Tensor, out: Tensor, majors: tuple[int, ...]) -> None:
-    """``out`` is what ``step`` promises, loadable along one of ``majors``."""
-    form = step.result
-    assert form.major in majors
-    assert loadable(out, form.major)
-    assert (tuple(out.shape), out.dtype, form.aligned) == (form.shape, form.dtype, True)
-    other = 1 - form.major
-    assert form.strides[form.major] == 1
-    assert form.strides[other] * out.element_size() % 16 == 0
-    assert form.strides[other] >= form.shape[form.major]
-    assert out.shape[other] == 1 or out.stride(other) == form.strides[other]
-    assert (out is given) == (step.kind == AS_IS) == (not step.words)
-    if step.kind != AS_IS:
-        assert step.workspace == out.untyped_storage().nbytes()
-        assert f"workspace of {step.workspace} bytes" in step.words
+def gemm(
+    grouping: str, sizes: tuple[int, int, int, int], sfa: ScaleFormat | None, sfb: ScaleFormat | None,
+    axes: tuple[int, int] = (-1, -1),
+) -> Gemm:  # fmt: skip
+    """A problem of sizes (groups, M, N, K)."""
+    groups, m, n, k = sizes
+    return Gemm("a_gemm", grouping, m, n, k, groups, sfa, sfb, packed_axes=axes)
 
 
 def dense(m: int, n: int, k: int, sfa: ScaleFormat | None, sfb: ScaleFormat | None, *axes: int) -> Gemm:
-    packed = (axes[0], axes[1]) if axes else (-1, -1)
-    return Gemm("fp8_gemm_nt", "dense", m, n, k, sfa=sfa, sfb=sfb, packed_axes=packed)
+    return gemm("dense", (1, m, n, k), sfa, sfb, (axes[0], axes[1]) if axes else (-1, -1))
 
 
 def dequantised(values: Tensor, sf: Tensor, covered: tuple[int, int | None], k: int) -> Tensor:
     """Float64 values of an operand in the form that a product loads."""
     rows, columns = covered
-    scales = sf.double().reshape(len(sf), -1)
-    spread = formulas.spread(scales, len(values), k, rows, columns or max(k, 1))
-    return formulas.decode_e4m3(values) * spread
+    decoded = formulas.decode_e2m1(values) if values.dtype == torch.int8 else formulas.decode_e4m3(values)
+    *lead, count, _ = decoded.shape
+    scales = sf.double().reshape(*lead, formulas.ceil_div(count, rows), -1)
+    return decoded * formulas.spread(scales, count, k, rows, columns or max(k, 1))
 
 
 # Values -----------------------------------------------------------------------------------------------------
@@ -135,8 +91,10 @@ def family_of(a: str, b: str) -> str:
     return "row32" if "32" in {a[-2:], b[-2:]} else "row"
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(
+    grouping=st.sampled_from(tuple(GROUPINGS)),
+    groups=st.integers(1, 4),
     shape=st.tuples(sizes, sizes, st.integers(1, 40) | st.integers(500, 700)),
     families=st.tuples(st.sampled_from(SIDES), st.sampled_from(SIDES)),
     kinds=st.tuples(
@@ -146,6 +104,8 @@ def family_of(a: str, b: str) -> str:
     seed=st.integers(0, 2**16),
 )
 def test_no_value_changes(
+    grouping: str,
+    groups: int,
     shape: tuple[int, int, int],
     families: tuple[str, str],
     kinds: tuple[str, str],
@@ -158,30 +118,28 @@ def test_no_value_changes(
     m, n, k = shape
     k += k % 2 if "fp4" in kinds else 0
     m, n = (rows + rows % 2 if kind == "fp4_mn" else rows for rows, kind in zip((m, n), kinds, strict=True))
+    grouped = GROUPINGS[grouping]
+    groups = groups if any(grouped) else 1
     made = [
-        scaled(rng, (rows, k), family, kind)
-        for rows, family, kind in zip((m, n), families, kinds, strict=True)
+        scaled(rng, (*(groups,) * each, rows, k), family, kind)
+        for each, rows, family, kind in zip(grouped, (m, n), families, kinds, strict=True)
     ]
-    axes = tuple(-2 if kind == "fp4_mn" else -1 for kind in kinds)
-    problem = dense(m, n, k, FORMATS[families[0]], FORMATS[families[1]], *axes)
-    given_ = [lay(x) for lay, x in zip(how, (*made[0].pair, *made[1].pair), strict=True)]
+    axes = -2 if kinds[0] == "fp4_mn" else -1, -2 if kinds[1] == "fp4_mn" else -1
+    problem = gemm(grouping, (groups, m, n, k), FORMATS[families[0]], FORMATS[families[1]], axes)
+    tensors = (*made[0].pair, *made[1].pair)
+    given_ = [lay(x, grouped[side // 2]) for side, (lay, x) in enumerate(zip(how, tensors, strict=True))]
     plan = operands.plan_operands(problem, (*given_, torch.empty(m, n), None, None))
     out = plan.apply(*given_)
     assert plan.family == family_of(*families)
     for side in (0, 1):
-        check_side(plan, side, made[side], kinds[side], given_[2 * side :], out[2 * side :], k)
+        check_side(plan, side, made[side], kinds[side], given_[2 * side :], out[2 * side :], k, grouped[side])
     assert plan.as_is == all(x is y for x, y in zip(given_, out, strict=True)) == (not plan.words)
 
 
 def check_side(
-    plan: Operands,
-    side: int,
-    made: Scaled,
-    kind: str,
-    given_: list[Tensor],
-    out: tuple[Tensor | None, ...],
-    k: int,
-) -> None:
+    plan: Operands, side: int, made: Scaled, kind: str, given_: list[Tensor], out: tuple[Tensor | None, ...],
+    k: int, grouped: bool,
+) -> None:  # fmt: skip
     """Values, forms and needless copies of A (0) or B (1)."""
     values, sf = out[0], out[1]
     assert values is not None
@@ -191,46 +149,76 @@ def check_side(
     step, sf_step = plan.steps[2 * side], plan.steps[2 * side + 1]
     assert step is not None
     assert sf_step is not None
-    check_form(step, given_[0], values, (K,))
-    assert (step.kind == AS_IS) == (kind == "fp8" and loadable(given_[0], K))
+    check_form(step, given_[0], values, (K,), grouped)
+    assert values.dtype == (torch.int8 if kind == "fp4" else torch.float8_e4m3fn)
+    assert (step.kind == UNPACK) == (kind == "fp4_mn")
+    assert (step.kind == AS_IS) == (kind != "fp4_mn" and loadable(given_[0], K))
     if plan.family == "channel" or (plan.family == "block" and side == 1):
         assert sf is given_[1]
         assert sf_step.kind == AS_IS
+        check_read_by_pointer(sf_step.result, sf, grouped)
         return
     majors = (ROWS, K) if plan.family == "block" else (ROWS,)
-    check_form(sf_step, given_[1], sf, majors)
-    same = made.recipe == covered and given_[1].dtype == torch.float32 and given_[1].dim() == 2
+    check_form(sf_step, given_[1], sf, majors, grouped)
+    if sf_step.expansion is not None:  # the CPU takes no strides; on a card the kernel does
+        one, shape = sf_step.expansion, (*given_[1].shape[int(grouped) :], 1)
+        form = operands.Stored((shape[0], shape[1]), one.strides, given_[1].dtype)
+        check_read_by_pointer(replace(form, groups=one.groups, apart=one.apart), given_[1], grouped)
+    same = made.recipe == covered and given_[1].dtype == torch.float32 and covered[1] is not None
     assert (sf_step.kind == AS_IS) == (same and any(loadable(given_[1], major) for major in majors))
 
 
-@settings(max_examples=150, deadline=None)
+def check_read_by_pointer(form: operands.Stored, sf: Tensor, grouped: bool) -> None:
+    """Strides that lead to every scale."""
+    groups = sf.shape[0] if grouped else 1
+    assert (form.groups, form.dtype, form.major) == (groups, sf.dtype, None)
+    assert form.apart == (sf.stride(0) if groups > 1 else 0)
+    read = sf.as_strided((groups, *form.shape), (form.apart, *form.strides))
+    assert torch.equal(read.flatten(), sf.flatten())
+
+
+@settings(max_examples=250, deadline=None)
 @given(
-    shape=st.tuples(sizes, sizes, sizes), how=st.tuples(lays, lays), seed=st.integers(0, 2**16),
-)  # fmt: skip
-def test_bf16_keeps_its_order(shape: tuple[int, int, int], how: tuple[Lay, Lay], seed: int) -> None:
+    grouping=st.sampled_from(tuple(GROUPINGS)),
+    groups=st.integers(1, 4),
+    shape=st.tuples(sizes, sizes, sizes),
+    how=st.tuples(lays, lays),
+    seed=st.integers(0, 2**16),
+)
+def test_bf16_keeps_its_order(
+    grouping: str, groups: int, shape: tuple[int, int, int], how: tuple[Lay, Lay], seed: int
+) -> None:
     rng = generator(seed)
     m, n, k = shape
-    made = [random_bf16((rows, k), rng) for rows in (m, n)]
-    a, b = (lay(x) for lay, x in zip(how, made, strict=True))
-    plan = operands.plan_operands(dense(m, n, k, None, None), (a, None, b, None))
+    grouped = GROUPINGS[grouping]
+    made = [
+        random_bf16((*(groups,) * each, rows, k), rng) for each, rows in zip(grouped, (m, n), strict=True)
+    ]
+    a, b = (lay(x, each) for lay, x, each in zip(how, made, grouped, strict=True))
+    plan = operands.plan_operands(gemm(grouping, (groups, m, n, k), None, None), (a, None, b, None))
     assert plan.family == "none"
     left, sfa, right, sfb = plan.apply(a, None, b, None)
     assert (sfa, sfb, plan.sfa, plan.sfb) == (None,) * 4
-    for step, x, out, values in ((plan.a, a, left, made[0]), (plan.b, b, right, made[1])):
+    sides = (plan.a, a, left, made[0], grouped[0]), (plan.b, b, right, made[1], grouped[1])
+    for step, x, out, values, each in sides:
         assert torch.equal(out, values)
-        check_form(step, x, out, (ROWS, K))
+        check_form(step, x, out, (ROWS, K), each)
         assert (step.kind == AS_IS) == (loadable(x, K) or loadable(x, ROWS))
-        along = [axis for axis in (K, ROWS) if x.shape[axis] == 1 or x.stride(axis) == 1]
+        along = [axis for axis in (K, ROWS) if x.shape[axis - 2] == 1 or x.stride(axis - 2) == 1]
         assert step.result.major in (along or [K])
 
 
-@pytest.mark.parametrize("axis", [-1, -2])
-@pytest.mark.parametrize("lay", [Lay(), Lay(ROWS), Lay(K, 3, 2, 5), Lay(ROWS, 2, 1, 3)], ids=str)
-def test_every_fp4_byte(axis: int, lay: Lay) -> None:
-    raw = torch.arange(256, dtype=torch.uint8).view(torch.int8).reshape(16, 16)
-    exact = formulas.decode_e2m1(raw, axis)
-    out = torch.zeros(exact.shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    operands.fp4_to_e4m3(lay(raw), axis, out)
+@pytest.mark.parametrize("groups", [0, 1, 3])
+@pytest.mark.parametrize("lay", [Lay(), Lay(ROWS), Lay(K, 3, 2, 5, 1), Lay(ROWS, 2, 1, 3, 0, True)], ids=str)
+def test_every_fp4_byte(groups: int, lay: Lay) -> None:
+    """Of FP4 that is packed along its rows; each group has the bytes in another order."""
+    count = max(groups, 1)
+    raw = torch.stack([torch.arange(256).roll(11 * group).view(16, 16) for group in range(count)])
+    raw = raw.to(torch.uint8).view(torch.int8)
+    raw = raw if groups else raw[0]
+    exact = formulas.decode_e2m1(raw, -2)
+    out = lay(torch.zeros(exact.shape, dtype=torch.uint8).view(torch.float8_e4m3fn), groups > 0)
+    operands.fp4_to_e4m3(lay(raw, groups > 0), out)
     got = formulas.decode_e4m3(out)
     assert torch.equal(got, exact)
     assert torch.equal(got.signbit(), exact.signbit())  # -0 too
@@ -263,11 +251,11 @@ def test_families(sfa: ScaleFormat | None, sfb: ScaleFormat | None, family: str)
     assert operands.scale_family(sfa, sfb) == family
 
 
-def fp8(rows: int, k: int, lay: Lay = Lay()) -> Tensor:
+def fp8(rows: int, k: int, lay: Lay = PLAIN) -> Tensor:
     return lay(random_e4m3((rows, k), generator(rows + k)))
 
 
-def f32(rows: int, k: int, lay: Lay = Lay()) -> Tensor:
+def f32(rows: int, k: int, lay: Lay = PLAIN) -> Tensor:
     return lay(random_scales((rows, k), generator(rows + k)))
 
 
@@ -327,9 +315,20 @@ WORDS = {
         "a is not loaded as it is, since its rows of 32 bytes are 0 apart and overlap: "
         "copied to a workspace of 256 bytes",
     ),
-    "fp4": (
-        random_fp4((8, 16), generator(1)),
-        "a is packed FP4: unpacked to FP8 in a workspace of 256 bytes",
+    "fp4": (random_fp4((8, 16), generator(1)), ""),
+    "fp4 row stride": (
+        Lay(pad=8)(random_fp4((8, 16), generator(1))),
+        "a is not loaded as it is, since its rows are 24 bytes apart, not a multiple of 16: "
+        "copied to a workspace of 128 bytes",
+    ),
+    "fp4 columns": (
+        Lay(ROWS)(random_fp4((8, 16), generator(1))),
+        "a is not loaded as it is, since it is not contiguous along its K: "
+        "copied to a workspace of 128 bytes",
+    ),
+    "fp4 of rows": (
+        random_fp4((4, 32), generator(1)),
+        "a is FP4 packed along its rows: unpacked to FP8 in a workspace of 256 bytes",
     ),
     "bf16 columns": (
         random_bf16((32, 9), generator(1)).t()[:8],
@@ -342,12 +341,58 @@ WORDS = {
 @pytest.mark.parametrize("name", WORDS)
 def test_words_on_values(name: str) -> None:
     a, words = WORDS[name]
-    k = 2 * a.shape[1] if a.dtype == torch.int8 else a.shape[1]
+    k = 2 * a.shape[1] if a.dtype == torch.int8 and name != "fp4 of rows" else a.shape[1]
     b = torch.zeros(16, 32, dtype=torch.bfloat16 if a.dtype == torch.bfloat16 else torch.float8_e4m3fn)
-    plan = operands.plan_operands(dense(8, 16, k, None, None), (a, None, b, None))
+    axis = -2 if name == "fp4 of rows" else -1
+    plan = operands.plan_operands(dense(8, 16, k, None, None, axis, -1), (a, None, b, None))
     assert plan.words == ((words,) if words else ())
-    kinds = {"as it is": AS_IS, "transpose": TRANSPOSE, "fp4": UNPACK}
+    kinds = {"as it is": AS_IS, "transpose": TRANSPOSE, "fp4": AS_IS, "fp4 of rows": UNPACK}
     assert plan.a.kind == kinds.get(name, COPY)
+
+
+# name -> a storage or strides, words
+GROUP_WORDS: dict[str, tuple[Lay | tuple[int, ...], str]] = {
+    "fp8": (Lay(between=16), ""),
+    "in turns": (Lay(woven=True), ""),
+    "odd": (
+        Lay(between=8),
+        "a is not loaded as it is, since its matrices are 264 bytes apart, not a multiple of 16: "
+        "copied to a workspace of 768 bytes",
+    ),
+    "MN-major": (Lay(ROWS), "a is MN-major float8_e4m3fn: transposed into a workspace of 768 bytes"),
+    "overlapping": ((16, 32, 1), ""),
+    "one": (
+        (0, 32, 1),
+        "a is not loaded as it is, since its 3 matrices are one and the same memory: "
+        "copied to a workspace of 768 bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GROUP_WORDS)
+def test_words_on_groups(name: str) -> None:
+    lay, words = GROUP_WORDS[name]
+    values = random_e4m3((3, 8, 32), generator(1))
+    a = values.as_strided((3, 8, 32), lay) if isinstance(lay, tuple) else lay(values, True)
+    b = fp8(16, 32).expand(1, 16, 32)  # one matrix: its stride of 0 means nothing
+    plan = operands.plan_operands(gemm("masked", (3, 8, 16, 32), None, None), (a, None, b, None))
+    assert plan.words == ((words,) if words else ())
+    assert plan.b.result == operands.Stored((16, 32), (32, 1), torch.float8_e4m3fn, True, K, 1, 0)
+    assert plan.a.result.apart == {"fp8": 272, "in turns": 32, "overlapping": 16}.get(name, 256)
+
+
+def test_forms_of_packed_fp4() -> None:
+    """Bytes, not elements: as they lie where K is a multiple of 32 and in 16-byte lines where it is not."""
+    rng = generator(2)
+    for groups, n, k, pitch in ((3, 8, 64, 32), (3, 8, 40, 32), (1, 1, 2, 16), (4, 1, 30, 16)):
+        b = random_fp4((groups, n, k // 2), rng)
+        sfb = random_ue8m0((groups, n, formulas.ceil_div(k, 128)), rng)
+        problem = gemm("contiguous", (groups, 4, n, k), PACKED_32, PACKED_32)
+        plan = operands.plan_operands(problem, (fp8(4, k), random_ue8m0((4, 1), rng), b, sfb))
+        apart = n * pitch if groups > 1 else 0
+        assert plan.b.result == operands.Stored((n, k // 2), (pitch, 1), torch.int8, True, K, groups, apart)
+        assert plan.b.kind == (AS_IS if k in (64, 2) else COPY)
+        assert torch.equal(plan.b.run(b), b)
 
 
 def test_words_on_scales() -> None:
@@ -371,21 +416,38 @@ def test_words_on_scales() -> None:
     )
 
 
-@pytest.mark.parametrize("shape", [(0, 4, 64), (4, 0, 64), (4, 4, 0)], ids=str)
-def test_nothing_is_done_for_an_empty_product(shape: tuple[int, int, int]) -> None:
-    m, n, k = shape
+@settings(max_examples=100, deadline=None)
+@given(
+    grouping=st.sampled_from(tuple(GROUPINGS)),
+    shape=st.tuples(*[st.sampled_from((0, 1, 4))] * 3, st.sampled_from((0, 2, 64))).filter(lambda x: 0 in x),
+    families=st.tuples(st.sampled_from(SIDES), st.sampled_from(SIDES)),
+    kinds=st.tuples(*[st.sampled_from(("fp8", "fp4", "fp4_mn"))] * 2),
+)
+def test_nothing_is_done_for_an_empty_product(
+    grouping: str, shape: tuple[int, ...], families: tuple[str, str], kinds: tuple[str, str]
+) -> None:
+    """Without groups, rows of A or B, or K."""
+    groups, m, n, k = shape
+    grouped = GROUPINGS[grouping]
+    m, n = (rows + rows % 2 if kind == "fp4_mn" else rows for rows, kind in zip((m, n), kinds, strict=True))
     rng = generator(1)
-    a, b = (scaled(rng, (rows, k), "packed32", "fp4") for rows in (m, n))
-    plan = operands.plan_operands(dense(m, n, k, PACKED_32, PACKED_32), (*a.pair, *b.pair))
+    a, b = (
+        scaled(rng, (*(groups,) * each, rows, k), family, kind)
+        for each, rows, family, kind in zip(grouped, (m, n), families, kinds, strict=True)
+    )
+    axes = -2 if kinds[0] == "fp4_mn" else -1, -2 if kinds[1] == "fp4_mn" else -1
+    problem = gemm(grouping, (groups, m, n, k), FORMATS[families[0]], FORMATS[families[1]], axes)
+    plan = operands.plan_operands(problem, (*a.pair, *b.pair))
     assert plan.as_is
     out = plan.apply(*a.pair, *b.pair)
     assert all(x is y for x, y in zip(out, (*a.pair, *b.pair), strict=True))
 
 
 def test_what_it_refuses() -> None:
-    problem = Gemm("m_grouped", "masked", 8, 8, 32, 2)
-    with pytest.raises(UnsupportedError, match="m_grouped: the grouping is 'masked'"):
-        operands.plan_operands(problem, (fp8(8, 32), None, fp8(8, 32), None))
+    problem = Gemm("einsum", "batch_sum", 8, 8, 32, 2)
+    a, b = random_bf16((2, 8, 32), generator(1)), random_bf16((2, 8, 32), generator(2))
+    with pytest.raises(UnsupportedError, match="einsum: the grouping is 'batch_sum'"):
+        operands.plan_operands(problem, (a, None, b, None))
     with pytest.raises(ArgumentError, match=r"per 1 x 32 cannot be written per 1 x 128"):
         Expansion(BLOCK_1X32, 8, 256, 128, (8, 1))
 
@@ -395,22 +457,32 @@ def test_what_it_refuses() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+@pytest.mark.parametrize("grouping", ["dense", "contiguous", "masked"])
 @pytest.mark.parametrize("kind", ["fp8", "fp4", "fp4_mn"])
 @pytest.mark.parametrize("a", ["packed128", "1x128", "row", "packed32"])
 @pytest.mark.parametrize("b", ["128x128", "1x128", "packed32"])
 def test_a_card_does_the_same_inside_a_graph(
-    environment: Callable[..., None], tmp_path_factory: pytest.TempPathFactory, kind: str, a: str, b: str
-) -> None:
+    environment: Callable[..., None], tmp_path_factory: pytest.TempPathFactory, grouping: str, kind: str,
+    a: str, b: str,
+) -> None:  # fmt: skip
     """Captured cold, and replayed after the operands have changed: bit for bit what the CPU gives."""
     environment(DG_JIT_CACHE_DIR=str(tmp_path_factory.getbasetemp() / "operands"))
     rng = generator(3)
     m, n, k = 130, 258, 712
-    how = Lay(K, 1, 3), Lay(K, 1, 1), Lay(ROWS), Lay(ROWS, 1, 0, 1)
-    made = [(*scaled(rng, (m, k), a, kind).pair, *scaled(rng, (n, k), b, kind).pair) for _ in range(2)]
-    first, second = ([lay(x) for lay, x in zip(how, tensors, strict=True)] for tensors in made)
-    card = [lay(x.cuda()) for lay, x in zip(how, made[0], strict=True)]
+    groups = 1 if grouping == "dense" else 3
+    of_a, of_b = GROUPINGS[grouping]
+    grouped = of_a, of_a, of_b, of_b
+    shapes = (*(groups,) * of_a, m, k), (*(groups,) * of_b, n, k)
+    how = Lay(K, 1, 3), Lay(K, 1, 1, 0, 1), Lay(ROWS), Lay(ROWS, 1, 0, 1, 0, True)
+    made = [(*scaled(rng, shapes[0], a, kind).pair, *scaled(rng, shapes[1], b, kind).pair) for _ in range(2)]
+    first, second = (
+        [lay(x, each) for lay, x, each in zip(how, tensors, grouped, strict=True)] for tensors in made
+    )
+    card = [lay(x.cuda(), each) for lay, x, each in zip(how, made[0], grouped, strict=True)]
     axis = -2 if kind == "fp4_mn" else -1
-    plan = operands.plan_operands(dense(m, n, k, FORMATS[a], FORMATS[b], axis, axis), card)
+    plan = operands.plan_operands(
+        gemm(grouping, (groups, m, n, k), FORMATS[a], FORMATS[b], (axis, axis)), card
+    )
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = plan.apply(*card)
@@ -422,7 +494,3 @@ def test_a_card_does_the_same_inside_a_graph(
             assert got is not None
             assert wanted is not None
             assert torch.equal(bits(got.cpu()), bits(wanted))
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.contiguous().view({1: torch.uint8, 4: torch.int32}[x.element_size()])

@@ -44,7 +44,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "bf16 nn": {**BF16, "b_mn": True},
     "bf16 tn, float32 D": {**BF16, "a_mn": True, "b_mn": True, "d_bytes": 4},
     "bf16 tt": {**BF16, "a_mn": True},
-}
+    "fp4 weights": {"scales": "row32", "b_fp4": True},
+    "masked": {"grouping": "masked", "groups": 32},
+    "masked, row32, fp4 both": {
+        "grouping": "masked", "groups": 5, "scales": "row32", "a_fp4": True, "b_fp4": True
+    },
+    "contiguous": {"grouping": "contiguous", "groups": 8, "alignment": 128},
+    "contiguous, bf16 nn": {**BF16, "b_mn": True, "grouping": "contiguous", "groups": 3, "alignment": 16},
+    "psum, channel, float32 D": {"grouping": "psum", "groups": 70, "scales": "channel", "d_bytes": 4},
+    "batched, row": {"grouping": "batched", "groups": 4, "scales": "row", "plain_store": True},
+}  # fmt: skip
 # (N, K) of the layers that the public library publishes its figures for.
 WEIGHTS = ((2112, 7168), (576, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048))
 ODD = ((1, 1), (7, 129), (129, 7), (100_000, 64), (512, 65_536), (1, 1 << 20), (1 << 20, 1))
@@ -69,6 +78,8 @@ SWAPPED = GemmConfig(
 THREE = GemmConfig(
     consumers=3, stages=4, tma_store=True, boxes=2, producer_registers=32, consumer_registers=160
 )
+STREAM = GemmConfig(block_q=128, stages=5, stream=True)
+BUSY: dict[str, Any] = {"producer_registers": 40, "consumer_registers": 232}
 HALF = GemmConfig(block_q=128, stages=4, element_bytes=2, scale_p=SCALE_NONE, scale_q=SCALE_NONE)
 SMALL, WIDE = GemmTask(16, 4096, 7168), GemmTask(4096, 4096, 7168)
 
@@ -108,6 +119,15 @@ def test_legal_configurations_have_no_reason_against_them() -> None:
         (PLAIN, {"tma_store": True, "d_bytes": 4}, "bulk store"),
         (PLAIN, {"d_bytes": 4}, "d_bytes is 4; this product needs 2"),
         (PLAIN, {"d_bytes": 8}, "bfloat16 or float32"),
+        (PLAIN, {"producer_registers": 32}, "65536 registers; it is launched with 64512"),
+        (THREE, {"q_fp4": True}, "64 x 128 outputs each"),
+        (SWAPPED, {"grouping": "masked"}, "tiles of groups are whole"),
+        (STREAM, {"grouping": "psum"}, "tiles of groups are whole"),
+        (PLAIN, {"grouping": "masked", **BUSY}, "grouping is 'masked'; this product needs 'dense'"),
+        (PLAIN, {"grouping": "masked"}, "its branch needs 40"),
+        (PLAIN, {"q_fp4": True}, "its branch needs 40"),
+        (PLAIN, {"q_fp4": True, "stages": 4, **BUSY}, "q_fp4 is True; this product needs False"),
+        (HALF, {"p_fp4": True}, "FP4 becomes FP8"),
         (PLAIN, {"scale_steps": 2}, "1 or 4 scales"),
         (PLAIN, {"scale_steps": 4}, "both sides"),
         (PLAIN, {"p_mn_major": True}, "K-major"),

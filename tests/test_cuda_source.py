@@ -50,7 +50,8 @@ def test_the_source_defines_every_constant() -> None:
     for each in dataclasses.fields(config):
         value = getattr(config, each.name)
         kind = "bool" if isinstance(value, bool) else "dg::u32"
-        line = f"static constexpr {kind} {constant_name(each.name)} = {str(value).lower()};"
+        words = "dg::sm90::kDense" if each.name == "grouping" else str(value).lower()
+        line = f"static constexpr {kind} {constant_name(each.name)} = {words};"
         assert text.count(line) == 1
     assert constant_name("scale_k_major") == "kScaleKMajor"
     assert f"\n{config.name}(const __grid_constant__" in text

@@ -55,6 +55,26 @@ NUMBERS = {
 }  # fmt: skip
 
 
+#: (rows, columns), row_bytes, box, groups, group_bytes -> what the driver reads: rank, sizes, strides, box.
+AXES: tuple[tuple[Any, Any], ...] = (
+    (((300, 96), 112, (32, 48)), (2, [96, 300], [112], [48, 32])),
+    (((300, 96), 112, (32, 48), 7, 33600), (3, [96, 300, 7], [112, 33600], [48, 32, 1])),
+    (((300, 96), 784, (32, 48), 7, 112), (3, [96, 300, 7], [784, 112], [48, 32, 1])),
+    (((300, 96), 112, (32, 48), 1), (3, [96, 300, 1], [112, 33600], [48, 32, 1])),
+    (((1, 1), 16, (1, 16), 1), (3, [1, 1, 1], [16, 16], [16, 1, 1])),
+)
+
+
+@pytest.mark.parametrize(("given", "read"), AXES)
+def test_the_arguments_of_a_map(given: Any, read: Any) -> None:
+    shape, row_bytes, box, *groups = given
+    (dtype, rank), after = structs.tiled("uint8", shape, row_bytes, box, 64, 128, *groups)
+    sizes, strides, boxes, steps, *rest = after
+    assert (dtype, rest) == (0, [0, 2, 2, 0])
+    assert (rank, list(sizes[:rank]), list(strides[: rank - 1]), list(boxes[:rank])) == read
+    assert list(steps[:rank]) == [1] * rank
+
+
 def cuda_header() -> Path:
     """The folder of a cuda.h: a toolkit's or a wheel's; without one the test is skipped."""
     folders = [*(home / "include" for home in toolkits()), *wheel_folders("include")]

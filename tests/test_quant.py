@@ -103,6 +103,28 @@ def test_per_token_cast_to_fp8(
         assert torch.equal(same.view(torch.uint8), values.view(torch.uint8))
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=shapes, dtype=dtypes, form=st.sampled_from(["f32", "ue8m0", "packed"]),
+    gran_k=st.sampled_from([32, 48, 128]), seed=seeds,
+)  # fmt: skip
+def test_mn_major_scales(
+    shape: tuple[int, int], dtype: torch.dtype, form: str, gran_k: int, seed: int
+) -> None:
+    """The same values and scales; rows of the scales contiguous, lines a multiple of 16 bytes apart."""
+    x = random_matrix(*shape, seed, "plain", dtype)
+    choices = form != "f32", gran_k, form == "packed"
+    values, sf = dg_core.per_token_cast_to_fp8(x, *choices)
+    assert sf.is_contiguous()
+    same, laid = dg_core.per_token_cast_to_fp8(x, *choices, mn_major=True)
+    assert torch.equal(same.view(torch.uint8), values.view(torch.uint8))
+    assert (laid.dtype, laid.shape) == (sf.dtype, sf.shape)
+    if sf.numel():
+        assert laid.stride() == (1, formulas.align_up(shape[0], 4))
+    assert laid.data_ptr() % 16 == 0
+    assert torch.equal(laid, sf)
+
+
 def check_packed(packed: Tensor, sf: Tensor) -> None:
     """Four exponents a word; the bytes behind the last block are zero."""
     assert tuple(packed.shape) == (len(sf), formulas.ceil_div(sf.shape[1], 4))
@@ -297,6 +319,10 @@ def test_errors_of_casts(name: str) -> None:
 
 
 def test_errors_of_single_casts() -> None:
+    with pytest.raises(
+        ArgumentError, match="per_token_cast_to_fp8: mn_major is 'rows'; it must be True or F"
+    ):
+        dg_core.per_token_cast_to_fp8(torch.ones(2, 4), False, mn_major="rows")  # type: ignore[arg-type]
     for name in ("per_token_cast_to_fp8", "per_token_cast_to_fp4"):
         with pytest.raises(ArgumentError, match="use_packed_ue8m0 is True but use_ue8m0 is False"):
             MATRIX_CASTS[name](torch.ones(2, 4), False, 128, True)

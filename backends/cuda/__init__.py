@@ -1,31 +1,32 @@
 """The CUDA backend: kernels for Hopper that are compiled when they are first needed.
 
-It has the dense products, in FP8 and BF16. What it lacks so far it names, operation by operation, and the
-front then takes another backend unless this one was asked for.
+It has the products of FP8, FP4 and BF16, dense and in groups along M, the changes of scale layout and the
+cast of a matrix to FP8. What it lacks so far it names, operation by operation, and the front then takes
+another backend unless this one was asked for.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from dg_core import cache
-from dg_core.backend import Availability, Compiled, Gemm, Plan, Problem, Target
+from dg_core.backend import Availability, Compiled, Gemm, Plan, Problem, SfTransform, Target
 from dg_core.errors import BackendUnavailable, UnsupportedError
 
-from . import explain, gemm, jit, launch
+from . import cast, empty, explain, gemm, jit, launch, transforms
 from .blas import BlasPlan, is_blas
 
 ARCHS = (gemm.ARCH,)
-_DENSE = ("fp8_gemm", "bf16_gemm")
+_PRODUCTS = ("fp8_gemm", "bf16_gemm", "fp8_bmm", "bf16_bmm", "m_grouped_fp8_gemm", "m_grouped_bf16_gemm")
+_LACKS = "it has kernels for products and changes of scale layout alone"
 
 
 def has_kernels(op: str) -> bool:
-    """True for the operations that this backend has: the dense products."""
-    return op.startswith(_DENSE) or is_blas(op)
+    """True for the operations that this backend has: the products without groups, and in groups along M."""
+    return op.startswith(_PRODUCTS) or is_blas(op)
 
 
 def architecture(device: torch.device) -> str:
@@ -59,21 +60,25 @@ class CudaBackend:
     def supports(self, problem: type, op: str, arch: str | None = None) -> Availability:
         if arch is not None and arch not in ARCHS:
             return Availability(False, f"it has kernels for {', '.join(ARCHS)} alone")
-        if problem is not Gemm or not has_kernels(op):
-            return Availability(False, "it has kernels for dense products alone")
+        if problem is not SfTransform and (problem is not Gemm or not has_kernels(op)):
+            return Availability(False, _LACKS)
         return Availability(True)
 
     def target(self, device: torch.device) -> Target:
         properties = torch.cuda.get_device_properties(device)
         return Target(architecture(device), properties.multi_processor_count, properties.name)
 
+    per_token_cast_to_fp8 = staticmethod(cast.per_token_cast_to_fp8)
+
     def plan(self, problem: Problem, tensors: tuple[Tensor | None, ...]) -> Plan:
-        if not isinstance(problem, Gemm) or problem.grouping != "dense":
-            raise UnsupportedError(f"{problem.op}: the cuda backend has kernels for dense products alone")
-        if 0 in (problem.m, problem.n):
-            return _nothing
+        if isinstance(problem, SfTransform):
+            return transforms.plan(problem, tensors)
+        if not isinstance(problem, Gemm) or not has_kernels(problem.op):
+            raise UnsupportedError(f"{problem.op}: the cuda backend lacks it: {_LACKS}")
+        if 0 in (problem.m, problem.n, problem.groups):
+            return empty.nothing
         if problem.k == 0:
-            return functools.partial(_without_product, problem)
+            return functools.partial(empty.without_product, problem)
         if is_blas(problem.op):
             return BlasPlan(problem)
         return gemm.plan(problem, tensors)
@@ -107,25 +112,6 @@ class CudaBackend:
             compiler = str(error)
         launcher, reason = launch.which()
         return {"compiler": compiler, "launcher": f"{launcher}: {reason}", "cache": str(cache.root())}
-
-
-def _nothing(*tensors: Any) -> None:
-    """A product without rows or columns writes nothing."""
-
-
-def _without_product(problem: Gemm, *tensors: Tensor | None) -> None:
-    """K is zero: D is C, or zeros; holes between heads stay."""
-    d, c = tensors[gemm.D], tensors[gemm.C]
-    assert d is not None
-    if c is None and problem.head_splits is not None:
-        left, hole, right = problem.head_splits
-        heads = d.view(d.shape[0], -1, left + hole + right)
-        heads[:, :, :left].zero_()
-        heads[:, :, left + hole :].zero_()
-    elif c is None:
-        d.zero_()
-    elif not problem.in_place:
-        d.copy_(c)
 
 
 BACKEND = CudaBackend()

@@ -20,10 +20,12 @@ from .tiling import (
     BOX_COLUMNS,
     GemmTask,
     clusters_that_fit,
+    loaded_bytes,
     most_rows,
-    stage_bytes,
+    packed_bytes,
     tile,
     tile_boxes,
+    tiles_of_rows,
     working_blocks,
 )
 
@@ -47,6 +49,9 @@ FILL_SHARE = 0.7  # of a clock that a filled row takes from the product's reads 
 # Clocks from issuing a K block's products to its sums that promotion cannot hide, of two K blocks in flight
 # together, and of a swapped tile, which also reads a scale for each row of Q; fitted.
 LATENCY, PAIR_LATENCY, SWAP_LATENCY = 111.0, 196.9, 186.2
+# Packed bytes a clock that two warps unpack: about 35 instructions a warp for 256 of them, counted in the
+# code.
+UNPACK_RATE = 2 * 256 / 35
 PROMOTE_ROW = 2.0  # promotion with a factor for each column: a product, then a fused multiply-add
 # Share of the tensor cores' time that the warpgroups of a block reach: one promotes while the other
 # multiplies, by taking turns, by two K blocks in flight, by both, or by chance; with two 64-row parts a
@@ -56,6 +61,9 @@ TURNS, PAIRS, BOTH, CHANCE, TALL, THREE, ROWS, BF16 = 0.813, 0.883, 0.945, 0.78,
 # What each halving of the largest power of two in a tile's width, from 64 on, adds to the blocks' work: FP8
 # tiles of such a width choose between two blocks of scales for ever smaller groups of columns; fitted.
 ODD, CROSSING = 0.005, 0.0314
+# Of the products that parts without rows would have, what is saved: the others no longer hide behind them.
+# A guess that no measurement has seen.
+LEFT_OUT = 0.5
 BEGIN = 0.82  # us: barriers, tensor maps; fitted
 FIRST_LOAD = 0.58  # us: until the first K block is there, which the curve of reading has in it; fitted
 # Clocks from one tile to the next, its store left out, and the same where sums change their layout; fitted.
@@ -93,7 +101,7 @@ class Profile:
         self.config = config
         self.block_m, self.block_n = tile(config)
         self.k_clocks, self.loop_bound = k_block_clocks(config)
-        self.stage_mb = stage_bytes(config) / 1e6
+        self.stage_mb = loaded_bytes(config) / 1e6
         outputs = self.block_m * self.block_n
         store = outputs * config.d_bytes / STORE_RATE
         self.last_store = store / config.split / CLOCK
@@ -155,6 +163,7 @@ def k_block_clocks(config: GemmConfig) -> tuple[float, str]:
         (alone, "a warpgroup's own chain of products and promotion"),
         (reads * SMEM_CLOCKS_ROW, "reads of shared memory"),
         (parts * promotion * config.scale_steps, "promotion"),
+        (packed_bytes(config) / UNPACK_RATE, "unpacking of FP4"),
     )
     mixed = sum(clocks**LOOP_NEARNESS for clocks, _ in bounds)
     return math.pow(mixed, 1 / LOOP_NEARNESS), max(bounds)[1]
@@ -165,18 +174,20 @@ class Floor:
 
     def __init__(self, task: GemmTask) -> None:
         size = task.element_bytes
-        megabytes = ((task.m + task.n) * task.k * size + task.m * task.n * task.d_bytes) / 1e6
+        size_a, size_b = (size / (2 if fp4 else 1) for fp4 in (task.a_fp4, task.b_fp4))
+        operands = (task.m * size_a + task.n * size_b) * task.k
+        megabytes = task.groups * (operands + task.m * task.n * task.d_bytes) / 1e6
         self.memory = min(READ_START + megabytes / READ_RATE, megabytes / SMALL_READ_RATE)
-        self.power = 2 * task.m * task.n * task.k / TFLOPS[size] / 1e6
+        self.power = 2 * task.groups * task.m * task.n * task.k / TFLOPS[size] / 1e6
         self.mixed = self.memory**NEARNESS + self.power**NEARNESS
 
 
 class Work:
     """A configuration at one (N, K) on so many SMs."""
 
-    def __init__(self, profile: Profile, n: int, k_blocks: int, processors: int) -> None:
+    def __init__(self, profile: Profile, kind: GemmTask, n: int, k_blocks: int, processors: int) -> None:
         config = profile.config
-        self.profile = profile
+        self.profile, self.kind, self.grouped = profile, kind, kind.grouped
         self.fit = clusters_that_fit(config.split, processors) or 1
         self.rows = profile.block_m
         self.along_n = -(-n // profile.block_n)
@@ -199,17 +210,28 @@ class Work:
         what begins one more."""
         return self._cut(m) if self.change else -(-self.tiles(m) // self.fit)
 
+    def left_out(self, m: int, waves: float) -> float:
+        """Microseconds that are saved where parts of tiles have no rows of a group: the busiest block has a
+        share of all parts, but a whole tile at least."""
+        if self.profile.config.swap:
+            return 0.0
+        tiles, filled = tiles_of_rows(self.kind, self.rows, m)
+        share = max(tiles * self.along_n * filled / self.fit, 1.0)
+        return LEFT_OUT * max(waves - share, 0.0) * self.products
+
     def _cut(self, m: int) -> float:
         return self.tiles(m) / working_blocks(-(-m // self.rows), self.fit) + self.change
 
-    def tiles(self, m: int) -> int:
-        return -(-m // self.rows) * self.along_n
+    def tiles(self, m: int) -> float:
+        """Tiles of D, of groups about so many."""
+        return tiles_of_rows(self.kind, self.rows, m)[0] * self.along_n
 
     def us(self, m: int, floor: Floor) -> float:
         """Microseconds of one call."""
-        tiles = -(-m // self.rows) * self.along_n  # written out: this is called for every candidate and M
+        # Written out: this is called for every candidate and M.
+        tiles = self.tiles(m) if self.grouped else -(-m // self.rows) * self.along_n
         waves = self._cut(m) if self.change else -(-tiles // self.fit)
-        compute = FIRST_LOAD + waves * self.wave
+        compute = FIRST_LOAD + waves * self.wave - (self.left_out(m, waves) if self.grouped else 0.0)
         fill = FIRST_LOAD + max(waves * self.fill, tiles * self.card_fill)
         busy = math.pow(compute**FILL_NEARNESS + fill**FILL_NEARNESS, 1 / FILL_NEARNESS)
         mixed: float = floor.mixed + (busy * self.profile.odd) ** NEARNESS
@@ -230,4 +252,4 @@ class Work:
 
 def cost(config: GemmConfig, task: GemmTask, processors: int) -> Cost:
     """What a legal configuration costs on so many SMs."""
-    return Work(Profile(config), task.n, task.k_blocks, processors).cost(task.m, Floor(task))
+    return Work(Profile(config), task, task.n, task.k_blocks, processors).cost(task.m, Floor(task))

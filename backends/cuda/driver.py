@@ -216,32 +216,40 @@ class Driver:
 
     def encode_2d(
         self, at: int, address: int, dtype: str, shape: tuple[int, int], row_bytes: int, box: tuple[int, int],
-        swizzle: int = 128, l2_promotion: int = 256, what: str = "tensor",
+        swizzle: int = 128, l2_promotion: int = 256, what: str = "tensor", groups: int = 0,
+        group_bytes: int = 0,
     ) -> None:  # fmt: skip
         """Encode the tensor map of a matrix with rows that are contiguous, at host address ``at``.
 
+        With ``groups`` it is the map of so many matrices of that shape, a third axis, and a box lies inside
+        one of them: what it holds beyond the matrix's rows arrives as zeros, not as the next one's rows.
+
         Args:
             at: where the 128 bytes of the map go; 64-byte aligned (``structs.aligned``).
-            address: the matrix's device address.
+            address: the matrix's device address, with groups that of the first one.
             dtype: ``uint8`` (also for FP8), ``bfloat16``, ``float16``, ``float32`` or ``int32``.
             shape: rows and columns of the matrix; what a box holds beyond them arrives as zeros.
-            row_bytes: distance of rows.
+            row_bytes: distance of rows, a multiple of 16, less than 2^40.
             box: rows and columns of what one copy moves.
             swizzle: 0, 32, 64 or 128: the bytes of a row of the box in shared memory, at most.
             l2_promotion: 0, 64, 128 or 256: the bytes that the L2 fetches at once.
             what: the tensor's name, for errors.
+            groups: how many matrices there are, in [1, 2^32]; 0 for a map of two axes.
+            group_bytes: distance of the matrices, a multiple of 16, less than 2^40. Matrices may lie between
+                each other's rows. 0 is for one group; without groups it is not read.
 
         Raises:
             ArgumentError: a rule of the hardware is broken; the message says which.
             DriverError: the driver refuses it all the same.
         """
-        check_map(dtype, shape, row_bytes, box, swizzle, l2_promotion, what)
+        check_map(dtype, shape, row_bytes, box, swizzle, l2_promotion, what, groups, group_bytes)
         check_address(address, what)
         if at % structs.TENSOR_MAP_ALIGNMENT:
             raise ArgumentError(
                 f"tensor map of {what}: the map's address is {at:#x}; it must be 64-byte aligned"
             )
-        self.encode(at, address, structs.tiled(dtype, shape, row_bytes, box, swizzle, l2_promotion), what)
+        arguments = structs.tiled(dtype, shape, row_bytes, box, swizzle, l2_promotion, groups, group_bytes)
+        self.encode(at, address, arguments, what)
 
     def encode(self, at: int, address: int, arguments: structs.Tiled, what: str) -> None:
         """Encode a tensor map from what ``structs.tiled`` made of rules that ``check_map`` has seen.
@@ -348,9 +356,9 @@ def check_address(address: int, what: str) -> None:
 
 def check_map(
     dtype: str, shape: tuple[int, int], row_bytes: int, box: tuple[int, int], swizzle: int, l2_promotion: int,
-    what: str,
+    what: str, groups: int = 0, group_bytes: int = 0,
 ) -> None:  # fmt: skip
-    """The hardware's rules for a tensor map of two axes, without interleaving, but for its addresses.
+    """The hardware's rules for a tensor map of two or three axes, not interleaved, but for its addresses.
 
     The driver checks them too and names none of them. They are those of ``cuTensorMapEncodeTiled`` in
     NVIDIA's reference of the driver API.
@@ -369,9 +377,10 @@ def check_map(
             raise ArgumentError(f"tensor map of {what}: {name} is {value!r}; it must be one of {allowed}")
     size = structs.ELEMENT_BYTES[dtype]
     box_bytes = box[1] * size
+    apart = f"rows are {row_bytes} bytes apart"
     rules = (
-        (row_bytes % 16 == 0, f"rows are {row_bytes} bytes apart; it must be a multiple of 16"),
-        (0 <= row_bytes < 1 << 40, f"rows are {row_bytes} bytes apart; it must be less than 2^40"),
+        (row_bytes % structs.MAPPED_ALIGNMENT == 0, f"{apart}; it must be a multiple of 16"),
+        (0 <= row_bytes < structs.MAPPED_BYTES, f"{apart}; it must be less than 2^40"),
         (all(0 < n <= 1 << 32 for n in shape), f"the shape is {shape}; each size must be in [1, 2^32]"),
         (all(0 < n <= 256 for n in box), f"the box is {box}; each size must be in [1, 256]"),
         (box_bytes % 16 == 0, f"a row of the box has {box_bytes} bytes; it must be a multiple of 16"),
@@ -380,9 +389,23 @@ def check_map(
             f"a row of the box has {box_bytes} bytes; the swizzle holds at most {swizzle}",
         ),
     )
-    for ok, words in rules:
+    for ok, words in (*rules, *_group_rules(groups, group_bytes)):
         if not ok:
             raise ArgumentError(f"tensor map of {what}: {words}")
+
+
+def _group_rules(groups: int, group_bytes: int) -> tuple[tuple[bool, str], ...]:
+    """The rules for the third axis of a map: whether each holds, and the words for where it does not."""
+    if groups == 0:
+        return ()
+    least = 0 if groups == 1 else structs.MAPPED_ALIGNMENT
+    apart = f"the groups are {group_bytes} bytes apart"
+    return (
+        (0 < groups <= 1 << 32, f"there are {groups} groups; it must be in [1, 2^32], or 0 for two axes"),
+        (group_bytes % structs.MAPPED_ALIGNMENT == 0, f"{apart}; it must be a multiple of 16"),
+        (group_bytes < structs.MAPPED_BYTES, f"{apart}; it must be less than 2^40"),
+        (group_bytes >= least, f"{apart}; it must be at least {least} where groups is {groups}"),
+    )
 
 
 # The library ------------------------------------------------------------------------------------------------

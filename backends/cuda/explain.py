@@ -7,12 +7,13 @@ from dataclasses import replace
 import torch
 
 from dg_core import config as settings
-from dg_core.backend import Gemm, Problem
+from dg_core.backend import Gemm, Problem, SfTransform
 from dg_core.errors import UnsupportedError
 from dg_core.layout import BLOCK_1X128, ceil_div
 
+from . import transforms
 from .blas import is_blas
-from .gemm import wishes
+from .gemm import expected_rows, wishes
 from .operands import BLOCK, GRAN_K, NONE, ROW, ROW32, SF_EXPAND, SF_EXPAND_SOURCE, scale_family
 from .plans import GemmTask, choose, sweep
 from .source import gemm_source
@@ -21,6 +22,8 @@ from .tiling import WHOLE_CARD
 #: SMs of an H100 or H200 of the SXM form, for which kernels are compiled where no card is at hand.
 PROCESSORS = WHOLE_CARD
 _FOUR = 4  # float32 scales in 16 bytes
+_STORED = ("nt", "nn", "tn", "tt")  # how operands are stored, in the names of operations
+ALONG_K = -1  # packed FP4 that the kernels unpack themselves
 
 
 def tasks(problem: Gemm) -> tuple[GemmTask, ...]:
@@ -30,15 +33,20 @@ def tasks(problem: Gemm) -> tuple[GemmTask, ...]:
     about.
     """
     family = scale_family(problem.sfa, problem.sfb)
-    flips = problem.op.rsplit("_", 1)[-1]
+    flips = next((part for part in problem.op.split("_") if part in _STORED), "nt")
     bf16 = family == NONE
     one = GemmTask(
-        problem.m, problem.n, problem.k,
+        expected_rows(problem), problem.n, problem.k,
         element_bytes=2 if bf16 else 1,
         scales=family,
         a_mn=bf16 and flips.startswith("t"),
         b_mn=bf16 and flips.endswith("n"),
         plain_store=problem.accumulate or problem.head_splits is not None,
+        a_fp4=problem.packed_axes[0] == ALONG_K,
+        b_fp4=problem.packed_axes[1] == ALONG_K,
+        grouping=problem.grouping,
+        groups=problem.groups,
+        alignment=problem.alignment if problem.grouping == "contiguous" else 0,
     )  # fmt: skip
     if family == BLOCK and ceil_div(problem.k, GRAN_K[BLOCK]) % _FOUR == 0:
         return one, replace(one, sfa_k_major=True)
@@ -47,11 +55,13 @@ def tasks(problem: Gemm) -> tuple[GemmTask, ...]:
 
 def words(problem: Problem) -> str:
     """A few lines for ``explain``."""
+    if isinstance(problem, SfTransform):
+        return ", ".join(transforms.sources(problem))
     if not isinstance(problem, Gemm):
         return f"no kernel for {problem}"
     if is_blas(problem.op):
         return "cuBLAS through torch.mm"
-    if 0 in (problem.m, problem.n, problem.k):
+    if _empty(problem):
         return "no kernel: there is nothing to multiply"
     processors = settings.get_num_sms() if torch.cuda.is_available() else PROCESSORS
     try:
@@ -61,9 +71,15 @@ def words(problem: Problem) -> str:
     return f"{choice.config.name}: " + "; ".join(choice.words)
 
 
+def _empty(problem: Gemm) -> bool:
+    return 0 in (problem.groups, problem.m, problem.n, problem.k)
+
+
 def sources(problem: Problem) -> dict[str, str]:
     """The kernels of every M at a problem's (N, K), by name."""
-    if not isinstance(problem, Gemm) or is_blas(problem.op) or 0 in (problem.m, problem.n, problem.k):
+    if isinstance(problem, SfTransform):
+        return transforms.sources(problem)
+    if not isinstance(problem, Gemm) or is_blas(problem.op) or _empty(problem):
         return {}
     found = {}
     for task in tasks(problem):

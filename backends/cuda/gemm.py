@@ -1,4 +1,4 @@
-"""Dense products on Hopper: a configuration and the forms of the operands become a launch.
+"""Products on Hopper, dense and in groups: a configuration and the forms of the operands become a launch.
 
 What is launched is known from shapes, strides, dtypes and alignment alone; a call brings addresses. Where
 every operand is loaded as it is, a plan can be bound to the addresses of a call, and nothing else happens in
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dg_core import config as settings
 from dg_core.backend import Gemm
-from dg_core.layout import ceil_div
+from dg_core.layout import PACKED_FP4, ceil_div
 
 from . import jit, structs
 from .driver import Function, driver
@@ -24,19 +24,27 @@ from .launch import Launcher, LaunchSpec, MapSpec, current_stream, make_launcher
 from .operands import BLOCK, NONE, K, Operands, Stored, plan_operands
 from .plans import Choice, GemmTask, Settings, choose
 from .source import SCALE_ROW, SMEM_BYTES, GemmConfig, gemm_source
-from .tiling import BOX_COLUMNS, CHUNK_ROWS, K_BYTES
+from .tiling import BOX_COLUMNS, CHUNK_ROWS, FP4_BYTES, K_BYTES
 from .workspace import workspace, workspace_bytes
 
 BOX = (16, BOX_COLUMNS)  # rows and columns of D that a warp stores at once
 ARCH = "sm90a"
 # Positions in the primitive's tensors.
 A, SFA, B, SFB, D, C, LAYOUT = range(7)
+OWN_A = ("batched", "masked")  # groupings whose groups have a matrix A, and D, each
+MOST_ALIGNMENT = 2**31 - 1  # more than there are rows: any larger one means the same
+LAID_OUT = ("contiguous", "psum", "masked")  # and those whose rows a tensor on the device tells of
 
 
 class Scale(ctypes.Structure):
     """``dg::sm90::Scale``."""
 
-    _fields_ = (("values", ctypes.c_void_p), ("row_stride", ctypes.c_int64), ("k_stride", ctypes.c_int64))
+    _fields_ = (
+        ("values", ctypes.c_void_p),
+        ("row_stride", ctypes.c_int64),
+        ("k_stride", ctypes.c_int64),
+        ("group_stride", ctypes.c_int64),
+    )
 
 
 class Params(ctypes.Structure):
@@ -53,18 +61,25 @@ class Params(ctypes.Structure):
         ("d", ctypes.c_void_p),
         ("c", ctypes.c_void_p),
         ("workspace", ctypes.c_void_p),
+        ("layout", ctypes.c_void_p),
         ("d_stride", ctypes.c_int64),
         ("c_stride", ctypes.c_int64),
+        ("d_group_stride", ctypes.c_int64),
+        ("c_group_stride", ctypes.c_int64),
         ("rows_p", ctypes.c_uint32),
         ("rows_q", ctypes.c_uint32),
         ("k_blocks", ctypes.c_uint32),
         ("tiles_p", ctypes.c_uint32),
         ("tiles_q", ctypes.c_uint32),
+        ("groups", ctypes.c_uint32),
+        ("alignment", ctypes.c_uint32),
+        ("zero_gaps", ctypes.c_uint32),
         ("head_left", ctypes.c_uint32),
         ("head_hole", ctypes.c_uint32),
         ("head_width", ctypes.c_uint32),
         ("wide", ctypes.c_uint32),
         ("even", ctypes.c_uint32),
+        ("pad", ctypes.c_uint32 * 3),  # to a multiple of a tensor map's alignment
     )
 
 
@@ -73,11 +88,14 @@ class Params(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Output:
-    """How D and C lie: elements between rows (of one row: 0), which pieces of a row of D are aligned, and
-    whether it has to leave piece by piece (``plain``), since bulk copies know neither C nor heads."""
+    """How D and C lie: elements between rows (of one row: 0) and between groups (of one: 0), which pieces of
+    a row of D are aligned, and whether it has to leave piece by piece (``plain``), since bulk copies know
+    neither C nor heads."""
 
     d_stride: int
+    d_apart: int
     c_stride: int | None
+    c_apart: int
     itemsize: int
     heads: tuple[int, int, int]
     wide: bool
@@ -86,29 +104,51 @@ class Output:
 
 
 def output(problem: Gemm, d: Tensor, c: Tensor | None) -> Output:
-    """How the tensors of a dense problem lie. Rows are contiguous, which the front has checked."""
+    """How the tensors of a problem lie. Rows are contiguous, which the front has checked."""
     size = d.element_size()
-    stride = d.stride(0) if d.shape[0] > 1 else 0
+    stride, apart = _outer_strides(d)
     heads = problem.head_splits or (0, 0, 0)
     address = d.data_ptr()
     whole = not any(heads)
-    wide = whole and address % 16 == 0 and stride * size % 16 == 0
-    even = address % (2 * size) == 0 and stride % 2 == 0 and not any(part % 2 for part in heads)
-    added = None if c is None else c.stride(0) if c.shape[0] > 1 else 0
-    return Output(stride, added, size, heads, wide, even, plain=size != 2 or c is not None or not wide)
+    wide = whole and all(x % 16 == 0 for x in (address, stride * size, apart * size))
+    even = address % (2 * size) == 0 and not any(x % 2 for x in (stride, apart, *heads))
+    added, added_apart = (None, 0) if c is None else _outer_strides(c)
+    plain = size != 2 or c is not None or not wide
+    return Output(stride, apart, added, added_apart, size, heads, wide, even, plain)
+
+
+def _outer_strides(x: Tensor) -> tuple[int, int]:
+    """Elements from row to row and from group to group; 0 where there is one."""
+    rows = x.stride(-2) if x.shape[-2] > 1 else 0
+    return rows, x.stride(0) if x.dim() == 3 and x.shape[0] > 1 else 0
+
+
+def expected_rows(problem: Gemm) -> int:
+    """Rows to expect in a group: the caller's hint where it can be true, else what there is room for."""
+    if problem.grouping in ("dense", "batched"):
+        return problem.m
+    if 0 < problem.expected_m <= problem.m:
+        return problem.expected_m
+    return problem.m if problem.grouping == "masked" else max(ceil_div(problem.m, problem.groups), 1)
 
 
 def task_of(problem: Gemm, operands: Operands, out: Output) -> GemmTask:
     """What the chooser is asked."""
+    a, b = operands.a.result, operands.b.result
     return GemmTask(
-        problem.m, problem.n, problem.k,
-        element_bytes=operands.a.result.dtype.itemsize,
+        expected_rows(problem), problem.n, problem.k,
+        element_bytes=a.dtype.itemsize,
         d_bytes=out.itemsize,
         scales=operands.family,
-        a_mn=_is_mn(operands.a.result),
-        b_mn=_is_mn(operands.b.result),
+        a_mn=_is_mn(a),
+        b_mn=_is_mn(b),
         sfa_k_major=operands.family == BLOCK and operands.sfa is not None and operands.sfa.result.major == K,
         plain_store=out.plain,
+        a_fp4=a.dtype == PACKED_FP4,
+        b_fp4=b.dtype == PACKED_FP4,
+        grouping=problem.grouping,
+        groups=problem.groups,
+        alignment=problem.alignment if problem.grouping == "contiguous" else 0,
     )  # fmt: skip
 
 
@@ -119,31 +159,52 @@ def _is_mn(x: Stored) -> bool:
 # The launch -------------------------------------------------------------------------------------------------
 
 
-def _operand_map(field: str, slot: int, x: Stored, rows: int, what: str) -> MapSpec:
+def _apart(x: Stored, grouped: bool) -> dict[str, int]:
+    """What a map says of groups, for an operand that has them."""
+    return {"groups": x.groups, "group_bytes": x.apart * x.dtype.itemsize} if grouped else {}
+
+
+def _operand_map(field: str, slot: int, x: Stored, rows: int, what: str, grouped: bool) -> MapSpec:
     """The map of P or Q; ``rows`` is what one copy loads where K is contiguous."""
     dtype, elements = ("uint8", K_BYTES) if x.dtype.itemsize == 1 else ("bfloat16", K_BYTES // 2)
+    swizzle = K_BYTES
+    if x.dtype == PACKED_FP4:
+        elements, swizzle = FP4_BYTES, 0
     offset = getattr(Params, field).offset
     if _is_mn(x):
         shape, apart, box = (x.shape[1], x.shape[0]), x.strides[1], (elements, CHUNK_ROWS)
     else:
         shape, apart, box = x.shape, x.strides[0], (rows, elements)
-    return MapSpec(offset, slot, dtype, shape, apart * x.dtype.itemsize, box, K_BYTES, 256, what)
+    row_bytes = apart * x.dtype.itemsize
+    return MapSpec(offset, slot, dtype, shape, row_bytes, box, swizzle, 256, what, **_apart(x, grouped))
 
 
-def _scale_map(field: str, slot: int, x: Stored, config: GemmConfig, rows: int, what: str) -> MapSpec:
+def _scale_map(
+    field: str, slot: int, x: Stored, config: GemmConfig, rows: int, what: str, grouped: bool
+) -> MapSpec:
     """The map of scales of single rows, of which a copy loads those of ``rows`` rows."""
     offset = getattr(Params, field).offset
     if config.scale_k_major:
-        return MapSpec(offset, slot, "float32", x.shape, x.strides[0] * 4, (rows, 4), 0, 128, what)
-    shape = x.shape[1], x.shape[0]
-    return MapSpec(offset, slot, "float32", shape, x.strides[1] * 4, (config.scale_steps, rows), 0, 128, what)
+        shape, apart, box = x.shape, x.strides[0], (rows, 4)
+    else:
+        shape, apart, box = (x.shape[1], x.shape[0]), x.strides[1], (config.scale_steps, rows)
+    return MapSpec(offset, slot, "float32", shape, apart * 4, box, 0, 128, what, **_apart(x, grouped))
+
+
+def _d_map(slot: int, problem: Gemm, out: Output) -> MapSpec:
+    """The map of D for bulk copies."""
+    row_bytes = (out.d_stride or ceil_div(problem.n, 8) * 8) * out.itemsize
+    grouped = problem.grouping in OWN_A
+    groups = {"groups": problem.groups, "group_bytes": out.d_apart * out.itemsize} if grouped else {}
+    shape = problem.m, problem.n
+    return MapSpec(Params.d_map.offset, slot, "bfloat16", shape, row_bytes, BOX, 128, 0, "d", **groups)
 
 
 def launch_spec(
     config: GemmConfig, blocks: int, problem: Gemm, operands: Operands, out: Output, function: Function,
     slots: Sequence[int], pdl: bool, workspace_slot: int | None = None,
 ) -> LaunchSpec:  # fmt: skip
-    """One launch of a dense product.
+    """One launch of a product, or of the products of all groups.
 
     Args:
         blocks: of the grid, whole clusters.
@@ -153,33 +214,39 @@ def launch_spec(
     params = structs.aligned(Params)
     sides = {"a": (operands.a.result, operands.sfa, A, SFA), "b": (operands.b.result, operands.sfb, B, SFB)}
     order = ("b", "a") if config.swap else ("a", "b")
+    grouped = {"a": problem.grouping in OWN_A, "b": problem.grouping != "dense"}
     maps, pointers = [], [(Params.d.offset, slots[D])]
     for side, name, rows, kind in (
         ("p", order[0], config.block_p, config.scale_p),
         ("q", order[1], config.block_q, config.scale_q),
     ):
         x, sf, slot, sf_slot = sides[name]
-        maps.append(_operand_map(f"{side}_map", slots[slot], x, rows, name))
+        maps.append(_operand_map(f"{side}_map", slots[slot], x, rows, name, grouped[name]))
         setattr(params, f"rows_{side}", x.shape[0])
         setattr(params, f"tiles_{side}", ceil_div(x.shape[0], rows))
         if sf is None:
             continue
         if kind == SCALE_ROW:
-            maps.append(_scale_map(f"{side}_scale_map", slots[sf_slot], sf.result, config, rows, f"sf{name}"))
+            what = f"sf{name}"
+            maps.append(
+                _scale_map(f"{side}_scale_map", slots[sf_slot], sf.result, config, rows, what, grouped[name])
+            )
         else:
             field = getattr(Params, f"{side}_scale")
-            setattr(params, f"{side}_scale", Scale(None, *sf.result.strides))
+            setattr(params, f"{side}_scale", Scale(None, *sf.result.strides, sf.result.apart))
             pointers.append((field.offset + Scale.values.offset, slots[sf_slot]))
     if config.tma_store:
-        row_bytes = (out.d_stride or ceil_div(problem.n, 8) * 8) * out.itemsize
-        shape = problem.m, problem.n
-        maps.append(MapSpec(Params.d_map.offset, slots[D], "bfloat16", shape, row_bytes, BOX, 128, 0, "d"))
+        maps.append(_d_map(slots[D], problem, out))
     if out.c_stride is not None:
         pointers.append((Params.c.offset, slots[C]))
-        params.c_stride = out.c_stride
+        params.c_stride, params.c_group_stride = out.c_stride, out.c_apart
+    if problem.grouping in LAID_OUT:
+        pointers.append((Params.layout.offset, slots[LAYOUT]))
     if workspace_slot is not None:
         pointers.append((Params.workspace.offset, workspace_slot))
-    params.d_stride = out.d_stride
+    params.d_stride, params.d_group_stride = out.d_stride, out.d_apart
+    params.groups, params.alignment = problem.groups, min(max(problem.alignment, 1), MOST_ALIGNMENT)
+    params.zero_gaps = problem.zero_padding
     params.k_blocks = ceil_div(problem.k * config.element_bytes, K_BYTES)
     left, hole, right = out.heads
     params.head_left, params.head_hole, params.head_width = left, hole, left + right
@@ -205,7 +272,7 @@ def wishes() -> Settings:
 
 
 def decide(problem: Gemm, operands: Operands, out: Output, processors: int) -> Choice:
-    """The configuration for a dense problem under the settings of now."""
+    """The configuration for a problem under the settings of now."""
     return choose(task_of(problem, operands, out), processors, wishes())
 
 
@@ -214,8 +281,8 @@ def decide(problem: Gemm, operands: Operands, out: Output, processors: int) -> C
 LONG_K = 65536
 
 
-def plan(problem: Gemm, tensors: Sequence[Tensor | None]) -> DensePlan | LongPlan:
-    """The plan of a dense product with M, N and K above zero, under the settings of now."""
+def plan(problem: Gemm, tensors: Sequence[Tensor | None]) -> ProductPlan | LongPlan:
+    """The plan of a product with M, N, K and groups above zero, under the settings of now."""
     d = tensors[D]
     assert d is not None
     operands = plan_operands(problem, tensors)
@@ -223,14 +290,15 @@ def plan(problem: Gemm, tensors: Sequence[Tensor | None]) -> DensePlan | LongPla
         return LongPlan(problem, tensors)
     out = output(problem, d, tensors[C])
     choice = decide(problem, operands, out, settings.get_num_sms())
-    return DensePlan(problem, operands, out, choice.config, choice.blocks, d.device)
+    layout = tensors[LAYOUT] if problem.grouping in LAID_OUT else None
+    return ProductPlan(problem, operands, out, choice.config, choice.blocks, d.device, layout)
 
 
 class LongPlan:
     """A product whose K is taken in parts, each added to D in place."""
 
     def __init__(self, problem: Gemm, tensors: Sequence[Tensor | None]) -> None:
-        self._parts: list[tuple[int, int, DensePlan | LongPlan]] = []
+        self._parts: list[tuple[int, int, ProductPlan | LongPlan]] = []
         for start in range(0, problem.k, LONG_K):
             size = min(LONG_K, problem.k - start)
             part = replace(problem, k=size)
@@ -244,7 +312,7 @@ class LongPlan:
         views = list(tensors)
         for position in (A, B):
             x = tensors[position]
-            views[position] = None if x is None else x.narrow(1, start, size)
+            views[position] = None if x is None else x.narrow(-1, start, size)
         if start:
             views[C] = tensors[D]
         return views
@@ -254,14 +322,15 @@ class LongPlan:
             part(*self._views(tensors, start, size))  # type: ignore[arg-type]  # a and b are there
 
 
-class DensePlan:
-    """The plan of one dense product with M, N and K above zero."""
+class ProductPlan:
+    """The plan of one product, or of the products of all groups, with M, N and K above zero."""
 
     def __init__(
         self, problem: Gemm, operands: Operands, out: Output, config: GemmConfig, blocks: int,
-        device: torch.device,
+        device: torch.device, layout: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.operands, self.config, self.device = operands, config, device
+        self._compact = layout is not None and not layout.is_contiguous()
         with torch.cuda.device(device):
             function = load(config)
         pdl = settings.get_pdl()
@@ -275,15 +344,17 @@ class DensePlan:
             return make_launcher(spec)
 
         self._launcher = launcher
-        self._launch = launcher(range(LAYOUT))
-        if operands.as_is:
+        self._launch = launcher(range(LAYOUT + 1))
+        if operands.as_is and not self._compact:
             self.bind = self._bind
 
     def __call__(
         self, a: Tensor, sfa: Tensor | None, b: Tensor, sfb: Tensor | None, d: Tensor, c: Tensor | None,
         layout: Tensor | None = None,
     ) -> None:  # fmt: skip
-        tensors = (*self.operands.apply(a, sfa, b, sfb), d, c)
+        if layout is not None and self._compact:
+            layout = layout.contiguous()
+        tensors = (*self.operands.apply(a, sfa, b, sfb), d, c, layout)
         addresses = [0 if x is None else x.data_ptr() for x in tensors]
         self._start(self._launch, addresses, raw_stream(self.device))
 

@@ -29,7 +29,7 @@ MAX_PARAMETER_BYTES = 4096
 MAX_SLOTS = 64  # of one call; an operation has seven tensors at most
 POINTER_BYTES = 8
 _WORD = 1 << 64
-_INTERFACE = 1  # as in csrc_cuda/host/module.cpp
+_INTERFACE = 2  # as in csrc_cuda/host/module.cpp
 _HOW = "build_cuda.sh builds it in a checkout, pip install does where a C++ compiler is"
 
 
@@ -40,7 +40,8 @@ class MapSpec:
     Args:
         offset: its place in the parameters in bytes, a multiple of 64.
         slot: which of a call's addresses is the tensor's.
-        dtype, shape, row_bytes, box, swizzle, l2_promotion: as for ``Driver.encode_2d``.
+        dtype, shape, row_bytes, box, swizzle, l2_promotion, groups, group_bytes: as for ``Driver.encode_2d``;
+            the map has three axes where ``groups`` is not 0.
         what: the tensor's name, for errors.
     """
 
@@ -53,6 +54,8 @@ class MapSpec:
     swizzle: int
     l2_promotion: int
     what: str
+    groups: int = 0
+    group_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -161,8 +164,9 @@ def check_spec(spec: LaunchSpec) -> None:
         end, last = offset + length, what
     for each in spec.maps:
         check_map(
-            each.dtype, each.shape, each.row_bytes, each.box, each.swizzle, each.l2_promotion, each.what
-        )
+            each.dtype, each.shape, each.row_bytes, each.box, each.swizzle, each.l2_promotion, each.what,
+            each.groups, each.group_bytes,
+        )  # fmt: skip
 
 
 def _places(spec: LaunchSpec) -> Iterator[tuple[int, int, int, int, str]]:
@@ -201,8 +205,8 @@ def native_launcher(module: Any, spec: LaunchSpec) -> Launcher:
     for each in spec.maps:
         dtype, swizzle = structs.DATA_TYPES[each.dtype], structs.SWIZZLES[each.swizzle]
         l2_promotion = structs.L2_PROMOTIONS[each.l2_promotion]
-        fields = (dtype, each.shape, each.row_bytes, each.box, swizzle, l2_promotion, each.what)
-        maps.append((each.offset, each.slot, *fields))
+        axes = structs.axes(each.shape, each.row_bytes, each.box, each.groups, each.group_bytes)
+        maps.append((each.offset, each.slot, dtype, *axes, swizzle, l2_promotion, each.what))
     launcher: Launcher = module.plan(
         library=function.driver.path, name=function.name, function=function.handle, context=function.context,
         grid=spec.grid, block=spec.block, cluster=spec.cluster, shared_bytes=function.shared_bytes,
@@ -240,7 +244,8 @@ class PythonLauncher:
             (
                 start + each.offset, each,
                 structs.tiled(
-                    each.dtype, each.shape, each.row_bytes, each.box, each.swizzle, each.l2_promotion
+                    each.dtype, each.shape, each.row_bytes, each.box, each.swizzle, each.l2_promotion,
+                    each.groups, each.group_bytes,
                 ),
             )
             for each in spec.maps

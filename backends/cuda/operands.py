@@ -1,10 +1,12 @@
 """Operands in the few forms that the products load: what each tensor of a call needs, and doing it.
 
 A product loads values with K contiguous (BF16 also with the rows contiguous) and one of the scale families of
-``scale_family``, through tensor maps: 16-byte aligned, lines a multiple of 16 bytes apart. Whatever else a
-caller may pass is brought into that form in a workspace that torch's allocator gives for the one call, so
-that graph pools and streams keep their order. What to do is decided once from shapes, strides, dtypes and
-alignment; ``Operands`` holds the decisions, and words for them.
+``scale_family``, through tensor maps, whose rule is in ``forms``. FP4 that is packed along K is loaded as the
+bytes that it is. Whatever else a caller may pass is brought into such a form in a workspace that torch's
+allocator gives for the one call, so that graph pools and streams keep their order. What to do is decided once
+from shapes, strides, dtypes and alignment; ``Operands`` holds the decisions, and words for them.
+
+Operands of groups are several matrices of one shape in one tensor; each step takes all of them at once.
 """
 
 from __future__ import annotations
@@ -23,16 +25,19 @@ from dg_core.layout import (
     BLOCK_128X128,
     PACKED_128,
     PACKED_FP4,
-    TMA_BYTES,
     ScaleFormat,
     ceil_div,
     dtype_name,
-    empty_mn_major,
     unpack_ue8m0_from_int,
 )
 
 from . import jit
 from .driver import Function, driver
+from .forms import ROWS as ROWS
+from .forms import K as K
+from .forms import Stored as Stored
+from .forms import contiguous, empty, loadable, misfit, workspace
+from .forms import stored as stored
 from .launch import Launcher, LaunchSpec, make_launcher, raw_stream
 
 # What a Step does.
@@ -40,7 +45,14 @@ AS_IS, COPY, TRANSPOSE, UNPACK, EXPAND = "as it is", "copy", "transpose", "unpac
 # Scale families; those of GRAN_K load scales row by row and step by step of so many K.
 NONE, BLOCK, ROW, ROW32, CHANNEL = "none", "block", "row", "row32", "channel"
 GRAN_K = {BLOCK: 128, ROW: 128, ROW32: 32}
-ROWS, K = 0, 1  # the axes of an operand
+# grouping -> whether A has groups, and whether B has
+GROUPED = {
+    "dense": (False, False),
+    "contiguous": (False, True),
+    "psum": (False, True),
+    "masked": (True, True),
+    "batched": (True, True),
+}
 
 SF_EXPAND = "sf_expand"
 SF_EXPAND_SOURCE = (
@@ -56,112 +68,35 @@ TILE, THREADS = 32, 256  # as in dg/impls/sf_expand.cuh
 MAX_BLOCKS = 65536
 
 
-# Forms ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Stored:
-    """How a matrix ``[rows, K]`` (or its scales) lies in memory: strides in elements, and whether its base is
-    16-byte aligned.
-
-    ``major`` is the axis along which a product loads it, ``ROWS`` or ``K``; that axis has stride 1 and the
-    other one a multiple of 16 bytes, where they have one element too. None: read element by element.
-    """
-
-    shape: tuple[int, int]
-    strides: tuple[int, int]
-    dtype: torch.dtype
-    aligned: bool = True
-    major: int | None = None
-
-
-def stored(x: Tensor) -> Stored:
-    """How ``x`` lies; a vector counts as one column."""
-    rows, *rest = x.shape
-    return Stored(
-        (rows, rest[0] if rest else 1),
-        (x.stride(0), x.stride(1) if rest else 1),
-        x.dtype,
-        x.data_ptr() % TMA_BYTES == 0,
-    )
-
-
-def _contiguous(x: Stored, axis: int) -> bool:
-    return x.shape[axis] <= 1 or x.strides[axis] == 1
-
-
-def _misfit(x: Stored, major: int) -> str:
-    """Why ``x`` cannot be loaded along ``major``; empty where it can."""
-    line = "rows" if major == K else "columns"
-    if not _contiguous(x, major):
-        return f"it is not contiguous along its {'K' if major == K else 'rows'}"
-    if not x.aligned:
-        return f"its address is not a multiple of {TMA_BYTES} bytes"
-    other = 1 - major
-    if x.shape[other] > 1:
-        apart, length = x.strides[other] * x.dtype.itemsize, x.shape[major] * x.dtype.itemsize
-        if apart % TMA_BYTES:
-            return f"its {line} are {apart} bytes apart, not a multiple of {TMA_BYTES}"
-        if apart < length:
-            return f"its {line} of {length} bytes are {apart} apart and overlap"
-    return ""
-
-
-def _loadable(x: Stored, major: int) -> Stored:
-    """``x``, which fits, with strides that a tensor map takes where an axis of one element has odd ones."""
-    other = 1 - major
-    apart = x.strides[other] if x.shape[other] > 1 else _workspace(x.shape, x.dtype, major).strides[other]
-    return Stored(x.shape, (apart, 1) if major == K else (1, apart), x.dtype, True, major)
-
-
-def _workspace(shape: tuple[int, int], dtype: torch.dtype, major: int) -> Stored:
-    """The form that ``_empty`` gives."""
-    unit = TMA_BYTES // dtype.itemsize
-    apart = ceil_div(shape[major], unit) * unit
-    return Stored(shape, (apart, 1) if major == K else (1, apart), dtype, True, major)
-
-
-def _bytes(form: Stored) -> int:
-    """Bytes of a workspace of this form."""
-    line = ROWS if form.major == K else K
-    return form.shape[line] * form.strides[line] * form.dtype.itemsize
-
-
-def _empty(form: Stored, device: torch.device) -> Tensor:
-    """Memory of this form, whose lines are padded to 16 bytes and begin at an aligned address."""
-    if form.major == K:
-        return empty_mn_major(form.shape[::-1], form.dtype, device).t()
-    return empty_mn_major(form.shape, form.dtype, device)
-
-
 # Steps ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Step:
     """What one tensor needs: ``kind``, the form that a product then finds, and ``words`` for it (none where
-    the tensor is taken as it is)."""
+    the tensor is taken as it is). ``grouped``: its first axis counts matrices."""
 
     kind: str
     result: Stored
     words: str = ""
-    packed_axis: int = -1
     expansion: Expansion | None = None
+    grouped: bool = False
 
     @property
     def workspace(self) -> int:
         """Bytes that a call allocates for it."""
-        return 0 if self.kind == AS_IS else _bytes(self.result)
+        return 0 if self.kind == AS_IS else self.result.nbytes
 
     def run(self, x: Tensor) -> Tensor:
-        """``x`` in the form ``result``; runs on the current stream and waits for nothing."""
+        """``x`` in the form ``result``, with groups in front where it has them; runs on the current stream
+        and waits for nothing."""
         if self.kind == AS_IS:
             return x
-        out = _empty(self.result, x.device)
+        out = empty(self.result, x.device, self.grouped)
         if self.expansion is not None:
             self.expansion.run(x, out)
         elif self.kind == UNPACK:
-            fp4_to_e4m3(x, self.packed_axis, out)
+            fp4_to_e4m3(x, out)
         elif x.element_size() == 1:  # as bytes, which torch copies wherever it copies anything
             out.view(torch.uint8).copy_(x.view(torch.uint8))
         else:
@@ -169,64 +104,69 @@ class Step:
         return out
 
 
-def _as_is(x: Tensor) -> Step:
-    return Step(AS_IS, stored(x))
+def _as_is(x: Tensor, grouped: bool) -> Step:
+    return Step(AS_IS, stored(x, grouped), grouped=grouped)
 
 
 def _said(why: str, done: str, form: Stored) -> str:
-    return f"{why}: {done} a workspace of {_bytes(form)} bytes"
+    return f"{why}: {done} a workspace of {form.nbytes} bytes"
 
 
-def _values(name: str, x: Tensor, packed_axis: int, shape: tuple[int, int]) -> Step:
-    """The step of ``a`` or ``b``."""
-    if x.dtype == PACKED_FP4:
-        result = _workspace(shape, torch.float8_e4m3fn, K)
-        return Step(UNPACK, result, _said(f"{name} is packed FP4", "unpacked to FP8 in", result), packed_axis)
-    have = stored(x)
+def _values(name: str, x: Tensor, packed_axis: int, shape: tuple[int, int], grouped: bool) -> Step:
+    """The step of ``a`` or ``b``, whose matrices have ``shape`` in elements."""
+    have = stored(x, grouped)
+    fp4 = x.dtype == PACKED_FP4
+    if fp4 and packed_axis == -2:  # a byte holds two rows, which lie in different lines of a product's tile
+        result = workspace(shape, torch.float8_e4m3fn, K, have.groups)
+        why = f"{name} is FP4 packed along its rows"
+        return Step(UNPACK, result, _said(why, "unpacked to FP8 in", result), grouped=grouped)
     majors = (K,) if x.dtype.itemsize == 1 else (K, ROWS)  # wgmma takes 8-bit operands with K contiguous only
     for major in majors:
-        if not _misfit(have, major):
-            return Step(AS_IS, _loadable(have, major))
-    along = next((axis for axis in (K, ROWS) if _contiguous(have, axis)), None)
+        if not misfit(have, major):
+            return Step(AS_IS, loadable(have, major), grouped=grouped)
+    # FP4 that has its rows contiguous along with two values of K in a byte is no layout of its own.
+    along = K if fp4 else next((axis for axis in (K, ROWS) if contiguous(have, axis)), None)
     if along == ROWS and ROWS not in majors:
-        result = _workspace(shape, x.dtype, K)
+        result = workspace(have.shape, x.dtype, K, have.groups)
         why = f"{name} is MN-major {dtype_name(x.dtype)}"
-        return Step(TRANSPOSE, result, _said(why, "transposed into", result))
+        return Step(TRANSPOSE, result, _said(why, "transposed into", result), grouped=grouped)
     # An operand that has its rows contiguous keeps that order: copying is then a copy of whole lines.
-    result = _workspace(shape, x.dtype, K if along is None else along)
-    why = "it is contiguous along neither axis" if along is None else _misfit(have, along)
-    return Step(COPY, result, _said(f"{name} is not loaded as it is, since {why}", "copied to", result))
+    result = workspace(have.shape, x.dtype, K if along is None else along, have.groups)
+    why = "it is contiguous along neither axis" if along is None else misfit(have, along)
+    words = _said(f"{name} is not loaded as it is, since {why}", "copied to", result)
+    return Step(COPY, result, words, grouped=grouped)
 
 
-def _scales(name: str, sf: Tensor, fmt: ScaleFormat, shape: tuple[int, int], family: str) -> Step:
-    """The step of ``sfa`` or ``sfb``, scales of an operand of ``shape``."""
+def _scales(
+    name: str, sf: Tensor, fmt: ScaleFormat, shape: tuple[int, int], family: str, grouped: bool
+) -> Step:
+    """The step of ``sfa`` or ``sfb``, scales of operands of ``shape``."""
     gran_k = GRAN_K[family]
+    have = stored(sf, grouped)
     why = f"{name} is {fmt}"
     if fmt == ScaleFormat(1, gran_k):
-        have = stored(sf)
         # Rows first: a stage of K-major scales loads 16 bytes a row, of which it uses 4.
         majors = (ROWS, K) if family == BLOCK else (ROWS,)
         for major in majors:
-            if not _misfit(have, major):
-                return Step(AS_IS, _loadable(have, major))
-        along = next((axis for axis in majors if _contiguous(have, axis)), ROWS)
-        why = f"{name} is not loaded as it is, since {_misfit(have, along)}"
-    expansion = Expansion(fmt, *shape, gran_k, stored(sf).strides)
+            if not misfit(have, major):
+                return Step(AS_IS, loadable(have, major), grouped=grouped)
+        along = next((axis for axis in majors if contiguous(have, axis)), ROWS)
+        why = f"{name} is not loaded as it is, since {misfit(have, along)}"
+    expansion = Expansion(fmt, *shape, gran_k, have.strides, have.groups, have.apart)
     words = _said(why, f"written as float32 per 1 x {gran_k}, rows contiguous, to", expansion.result)
-    return Step(EXPAND, expansion.result, words, expansion=expansion)
+    return Step(EXPAND, expansion.result, words, expansion, grouped)
 
 
-def fp4_to_e4m3(x: Tensor, packed_axis: int, out: Tensor) -> None:
-    """Packed e2m1 -> e4m3fn, exactly.
+def fp4_to_e4m3(x: Tensor, out: Tensor) -> None:
+    """e2m1 that is packed along the rows -> e4m3fn, exactly.
 
     Args:
-        x: int8, any strides; two values a byte along ``packed_axis`` (-1 or -2), the first in the low nibble.
-        out: float8_e4m3fn of twice as many along that axis, written.
+        x: int8 ``[.., rows / 2, K]``, any strides; a byte holds two rows, the first in its low nibble.
+        out: float8_e4m3fn ``[.., rows, K]``, any strides, written.
     """
     raw, values = x.view(torch.uint8), out.view(torch.uint8)
-    low, high = (values[:, 0::2], values[:, 1::2]) if packed_axis == -1 else (values[0::2], values[1::2])
-    low.copy_(_e4m3_bytes(raw & 15))
-    high.copy_(_e4m3_bytes(raw >> 4))
+    values[..., 0::2, :].copy_(_e4m3_bytes(raw & 15))
+    values[..., 1::2, :].copy_(_e4m3_bytes(raw >> 4))
 
 
 def _e4m3_bytes(codes: Tensor) -> Tensor:
@@ -250,9 +190,12 @@ class Params(ctypes.Structure):
         ("result", ctypes.c_void_p),
         ("row_stride", ctypes.c_int64),
         ("k_stride", ctypes.c_int64),
+        ("apart", ctypes.c_int64),
         ("pitch", ctypes.c_int64),
+        ("result_apart", ctypes.c_int64),
         ("rows", ctypes.c_int64),
         ("steps", ctypes.c_int64),
+        ("groups", ctypes.c_int64),
         ("row_shift", ctypes.c_uint32),
         ("step_shift", ctypes.c_uint32),
         ("packed", ctypes.c_uint32),
@@ -260,34 +203,40 @@ class Params(ctypes.Structure):
     )
 
 
-def expand_scales(sf: Tensor, fmt: ScaleFormat, rows: int, k: int, gran_k: int) -> Tensor:
-    """Scales of an operand ``[rows, k]`` as float32 ``[rows, cdiv(k, gran_k)]``, one for each row and
+def expand_scales(
+    sf: Tensor, fmt: ScaleFormat, rows: int, k: int, gran_k: int, lead: tuple[int, ...] = ()
+) -> Tensor:
+    """Scales of operands ``[rows, k]`` as float32 ``[*lead, rows, cdiv(k, gran_k)]``, one for each row and
     ``gran_k`` of K, in plain torch.
 
     Args:
-        sf: of format ``fmt``, any strides; ``fmt.gran_k`` is 0 or a multiple of ``gran_k``.
+        sf: of format ``fmt`` with the axes ``lead`` in front, any strides; ``fmt.gran_k`` is 0 or a multiple
+            of ``gran_k``.
     """
     steps = ceil_div(k, gran_k)
-    scales = unpack_ue8m0_from_int(sf)[:, : fmt.blocks(k)] if fmt.packed else sf
+    scales = unpack_ue8m0_from_int(sf)[..., : fmt.blocks(k)] if fmt.packed else sf
     if fmt.gran_mn > 1:
-        scales = scales.repeat_interleave(fmt.gran_mn, 0)[:rows]
+        scales = scales.repeat_interleave(fmt.gran_mn, -2)[..., :rows, :]
     if fmt.gran_k == 0:
-        return scales.reshape(rows, 1).expand(rows, steps)
+        return scales.reshape(*lead, rows, 1).expand(*lead, rows, steps)
     if fmt.gran_k > gran_k:
-        scales = scales.repeat_interleave(fmt.gran_k // gran_k, 1)[:, :steps]
+        scales = scales.repeat_interleave(fmt.gran_k // gran_k, -1)[..., :steps]
     return scales
 
 
 @dataclass(frozen=True)
 class Expansion:
-    """Scales of format ``fmt`` and ``strides`` for an operand ``[rows, k]``, to be written for each row and
-    ``gran_k`` of K; on a card by the kernel of ``dg/impls/sf_expand.cuh``."""
+    """Scales of format ``fmt`` and ``strides`` for operands ``[rows, k]``, to be written for each row and
+    ``gran_k`` of K; on a card by the kernel of ``dg/impls/sf_expand.cuh``. One launch takes all ``groups``,
+    whose scales are ``apart`` elements from each other."""
 
     fmt: ScaleFormat
     rows: int
     k: int
     gran_k: int
     strides: tuple[int, int]
+    groups: int = 1
+    apart: int = 0
     launchers: dict[int, Launcher] = field(default_factory=dict, compare=False, repr=False)  # by device
 
     def __post_init__(self) -> None:
@@ -304,19 +253,21 @@ class Expansion:
     @property
     def blocks(self) -> int:
         """Blocks of a launch."""
-        return min(ceil_div(self.rows, TILE) * ceil_div(self.steps, TILE), MAX_BLOCKS)
+        return min(self.groups * ceil_div(self.rows, TILE) * ceil_div(self.steps, TILE), MAX_BLOCKS)
 
     @property
     def result(self) -> Stored:
         """The form of what is written."""
-        return _workspace((self.rows, self.steps), torch.float32, ROWS)
+        return workspace((self.rows, self.steps), torch.float32, ROWS, self.groups)
 
     def parameters(self) -> Params:
         """What the kernel reads, but for the addresses."""
         row_stride, along = self.strides
         k_stride = 0 if self.fmt.gran_k == 0 else along
+        result = self.result
         return Params(
-            None, None, row_stride, k_stride, self.result.strides[K], self.rows, self.steps,
+            None, None, row_stride, k_stride, self.apart, result.strides[K], result.apart,
+            self.rows, self.steps, self.groups,
             self.fmt.gran_mn.bit_length() - 1,
             max(self.fmt.gran_k // self.gran_k, 1).bit_length() - 1,
             self.fmt.packed,
@@ -324,13 +275,14 @@ class Expansion:
         )  # fmt: skip
 
     def run(self, sf: Tensor, out: Tensor) -> None:
-        """Write ``out``, which has the form ``result``, on the current stream.
+        """Write ``out``, which has the form ``result``, on the current stream; both have an axis of groups
+        in front, or neither.
 
         Raises:
             BuildError, DriverError: the kernel does not compile, or does not load.
         """
         if not sf.is_cuda:
-            out.copy_(expand_scales(sf, self.fmt, self.rows, self.k, self.gran_k))
+            out.copy_(expand_scales(sf, self.fmt, self.rows, self.k, self.gran_k, tuple(out.shape[:-2])))
             return
         device = sf.get_device()
         launcher = self.launchers.get(device)
@@ -416,36 +368,40 @@ def scale_family(sfa: ScaleFormat | None, sfb: ScaleFormat | None) -> str:
 
 
 def plan_operands(problem: Gemm, tensors: Sequence[Tensor | None]) -> Operands:
-    """What the tensors of a dense product need.
+    """What the tensors of a product need.
 
     Args:
         tensors: a, sfa, b, sfb and whatever follows; only their shapes, strides, dtypes and the addresses
-            modulo 16 are looked at.
+            modulo 16 are looked at. A is ``[M, K]``, or ``[G, M, K]`` where the grouping gives it groups, B
+            ``[N, K]`` or ``[G, N, K]``; scales have the shape of their format, G in front likewise, and
+            those of whole rows may lack their last axis.
 
     Raises:
-        UnsupportedError: the product has another grouping.
+        UnsupportedError: the product is a sum over groups.
     """
     a, sfa, b, sfb = tensors[:4]
-    if problem.grouping != "dense" or a is None or b is None:
+    if problem.grouping not in GROUPED or a is None or b is None:
         raise UnsupportedError(
-            f"{problem.op}: the grouping is {problem.grouping!r}; only the operands of dense products are "
-            "brought into another form"
+            f"{problem.op}: the grouping is {problem.grouping!r}; operands are brought into another form for "
+            f"{', '.join(GROUPED)} alone"
         )
     family = scale_family(problem.sfa, problem.sfb)
-    scales: list[Step | None] = []
-    empty = 0 in (problem.m, problem.n, problem.k)  # nothing is loaded
-    for side, sf, fmt, rows in (("sfa", sfa, problem.sfa, problem.m), ("sfb", sfb, problem.sfb, problem.n)):
+    nothing = 0 in (problem.groups, problem.m, problem.n, problem.k)  # to load
+
+    def side(
+        name: str, x: Tensor, sf: Tensor | None, fmt: ScaleFormat | None, axis: int, rows: int, grouped: bool
+    ) -> tuple[Step, Step | None]:
+        shape = rows, problem.k
+        values = _as_is(x, grouped) if nothing else _values(name, x, axis, shape, grouped)
         if sf is None or fmt is None:
-            scales.append(None)
-        elif empty or family == CHANNEL or (family == BLOCK and side == "sfb"):
-            scales.append(_as_is(sf))
-        else:
-            scales.append(_scales(side, sf, fmt, (rows, problem.k), family))
-    values = [
-        _as_is(x) if empty else _values(side, x, axis, (rows, problem.k))
-        for side, x, axis, rows in (
-            ("a", a, problem.packed_axes[0], problem.m),
-            ("b", b, problem.packed_axes[1], problem.n),
-        )
-    ]
-    return Operands(family, values[0], scales[0], values[1], scales[1])
+            return values, None
+        if nothing or family == CHANNEL or (family == BLOCK and name == "b"):
+            return values, _as_is(sf, grouped)
+        return values, _scales(f"sf{name}", sf, fmt, shape, family, grouped)
+
+    a_grouped, b_grouped = GROUPED[problem.grouping]
+    return Operands(
+        family,
+        *side("a", a, sfa, problem.sfa, problem.packed_axes[0], problem.m, a_grouped),
+        *side("b", b, sfb, problem.sfb, problem.packed_axes[1], problem.n, b_grouped),
+    )

@@ -1,4 +1,4 @@
-"""The chooser: which configuration computes a dense product, and why.
+"""The chooser: which configuration computes a product, dense or in groups, and why.
 
 Pure: no driver, no card, the same answer every time. For one (N, K) and kind of product, all M together use
 at most ``MAX_BINARIES`` configurations, since each is a kernel to compile: the best one is found for M from 1
@@ -58,11 +58,14 @@ MOST_OVERLAPPED = 24
 MAX_STAGES = 16  # 9 KB a stage at least, and 64 KB in flight an SM is what reading memory needs
 
 SWAPPED_WIDTHS = (8, 16, 32, 64)  # rows of A; more of them fill tiles of 64 and 128 the normal way
+# The same in groups, whose rows end where they end.
+GROUPED_WIDTHS = (8, 16, 24, 32, 48, 64, 96)
 WIDTHS = (*range(64, 145, 8), 160, 192, 224, 256)  # columns of D
 LEAST_CUT = 4 * 128  # 64 x 8 outputs in a tile whose sums blocks may exchange
 SPLIT_WIDTHS = PAIR_WIDTHS = range(64, 145)
 FLAT_WIDTHS = range(64, 145)  # of tiles of 64 rows
 THREE_WIDTHS = (96, 112, 128)  # of tiles of 192 rows
+MOST_PLAIN_WIDTH = 224  # of tiles of groups that leave without bulk copies: 256 columns spill on their way out
 # Tiles of 256 rows, by bytes of an element. FP8 keeps totals and sums in registers; wider tiles of bfloat16
 # would leave room for three stages or two.
 TALL_WIDTHS = {1: (64, 128), 2: (64, 96, 128, 136, 144)}
@@ -121,9 +124,18 @@ def _widths(n: int, wanted: tuple[int, ...], multiple: int) -> tuple[int, ...]:
     return tuple(kept)
 
 
-def _swapped(settings: Settings) -> Iterator[tuple[_Shape, int, int]]:
+def _swapped(kind: GemmTask, settings: Settings) -> Iterator[tuple[_Shape, int, int]]:
     """Weights as P: 64 or 128 of their rows, all rows of A, K split to keep every SM reading. With each the M
-    that it is weighed for: those which the two narrowest widths that hold all rows have."""
+    that it is weighed for: those which the two narrowest widths that hold all rows have.
+
+    In groups there are tiles enough without a split, and as many along A as a group needs.
+    """
+    if kind.grouped:
+        for width in GROUPED_WIDTHS:
+            if width % settings.block_multiples[0] == 0:
+                for consumers in (1, 2):
+                    yield _Shape(width, consumers, swap=True), 1, UNLIMITED
+        return
     widths = [width for width in SWAPPED_WIDTHS if width % settings.block_multiples[0] == 0]
     for index, width in enumerate(widths):
         least = widths[index - 2] + 1 if index > 1 else 1
@@ -135,24 +147,28 @@ def _swapped(settings: Settings) -> Iterator[tuple[_Shape, int, int]]:
 def _normal(kind: GemmTask, n: int, all_boxes: bool, settings: Settings) -> tuple[_Shape, ...]:
     """A as P, tiles of 64 to 256 rows. Scales of rows on both sides lose by taking turns."""
     fp8 = kind.element_bytes == 1
+    fp4 = kind.a_fp4 or kind.b_fp4
     ordered = fp8 and "row" not in kind.scales
     found = []
     for width in _widths(n, WIDTHS, settings.block_multiples[1]):
+        if kind.grouped and (kind.plain_store or kind.d_bytes == 4) and width > MOST_PLAIN_WIDTH:
+            continue
         pairs = fp8 and kind.scales != "row32" and width in PAIR_WIDTHS
         if width in FLAT_WIDTHS or width not in WIDTHS:
             found.append(_Shape(width, consumers=1, pairs=pairs))
         if pairs:
             found.append(_Shape(width, pairs=True, ordered=ordered))
         found.append(_Shape(width, ordered=ordered))
-        if kind.scales == "block" and width in THREE_WIDTHS:
+        if kind.scales == "block" and width in THREE_WIDTHS and not fp4:
             found.append(_Shape(width, consumers=3))  # stores of one warpgroup under products of two
         if width in TALL_WIDTHS[kind.element_bytes] or width not in WIDTHS:
             found.append(_Shape(width, subs=2))
-        if width in SPLIT_WIDTHS:
+        # Parts of FP4 with scales of 32 of K would spill.
+        if width in SPLIT_WIDTHS and not kind.grouped and not (fp4 and kind.scales == "row32"):
             for consumers, split in itertools.product((1, 2), SPLITS):
                 turns = ordered and consumers == 2
                 found.append(_Shape(width, consumers, split=split, pairs=pairs, ordered=turns))
-    if not all_boxes:  # K is long
+    if not (all_boxes or kind.grouped):  # K is long
         found += [shape._replace(stream=True) for shape in found if _may_be_cut(shape)]
     return tuple(shape._replace(all_boxes=all_boxes or shape.consumers == 3) for shape in found)
 
@@ -189,11 +205,11 @@ def _pool(kind: GemmTask, n: int, k: int, processors: int, settings: Settings) -
                 continue  # before its configuration is made, which takes longer
             profile = _profile(kind, shape, settings)
             if profile:
-                work = Work(profile, n, k_blocks, processors)
+                work = Work(profile, kind, n, k_blocks, processors)
                 if work.most_rows >= least:
                     found.append(_Candidate(work, least, min(most, work.most_rows)))
 
-    weigh(_swapped(settings))
+    weigh(_swapped(kind, settings))
     weigh((shape, 1, UNLIMITED) for shape in _normal(kind, n, k_blocks <= MOST_OVERLAPPED, settings))
     if not any(each.most_m == UNLIMITED for each in found):
         weigh((shape, 1, UNLIMITED) for shape in _last_resort(settings))
@@ -212,7 +228,7 @@ def _kind(task: GemmTask) -> GemmTask:
     plain_store = task.plain_store or task.n * task.d_bytes % STORE_BYTES != 0
     return GemmTask(
         0, 0, 0, task.element_bytes, task.d_bytes, task.scales, task.a_mn, task.b_mn, task.sfa_k_major,
-        plain_store,
+        plain_store, task.a_fp4, task.b_fp4, task.grouping, task.groups, task.alignment,
     )  # fmt: skip
 
 
@@ -268,6 +284,8 @@ def describe(config: GemmConfig) -> str:
     block_m, block_n = tile(config)
     words = [f"{block_m} x {block_n}", f"{config.stages} stages"]
     styles = (
+        (config.grouping != "dense", f"{config.grouping} groups"),
+        (config.p_fp4 or config.q_fp4, "FP4 unpacked on its way"),
         (config.swap, "A and B swapped"),
         (config.split > 1, f"K in {config.split} parts"),
         (config.stream, "the last tiles cut along K into equal parts"),

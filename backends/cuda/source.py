@@ -12,6 +12,8 @@ from dg_core.errors import ArgumentError
 _MAX_N, _N_STEP = 256, 8
 SMEM_BYTES = "smem_bytes"  # the variable of a compiled kernel that holds its dynamic shared memory in bytes
 SCALE_NONE, SCALE_BLOCK, SCALE_ROW = 0, 1, 2  # as in dg/impls/sm90_layout.cuh
+# Groupings of ``dg_core.backend.Gemm`` that kernels know, numbered as there.
+GROUPINGS = ("dense", "batched", "masked", "contiguous", "psum")
 # Blocks that exchange sums, and flags of a block (32 bits, one for each consumer warp), as there.
 MOST_BLOCKS, FLAGS_BLOCK = 256, 16
 # bytes of an element -> what it is called, and wgmma's shape and types after m64n<N>
@@ -19,7 +21,8 @@ _PRODUCTS = {1: ("fp8", "k32.f32.e4m3.e4m3"), 2: ("bf16", "k16.f32.bf16.bf16")}
 
 
 def _constant(default: Any, tag: str) -> Any:
-    """A field whose value, where it is not the default, enters the kernel's name after ``tag``."""
+    """A field whose value, where it is not the default, enters the kernel's name after ``tag``; a word needs
+    none."""
     return dataclasses.field(default=default, metadata={"tag": tag})
 
 
@@ -35,11 +38,14 @@ class GemmConfig:
     element_bytes: int = _constant(1, "e")
     consumers: int = _constant(2, "c")
     subs: int = _constant(1, "u")
+    grouping: str = _constant("dense", "")
     swap: bool = _constant(False, "swap")
     split: int = _constant(1, "split")
     stream: bool = _constant(False, "stream")
     p_mn_major: bool = _constant(False, "pmn")
     q_mn_major: bool = _constant(False, "qmn")
+    p_fp4: bool = _constant(False, "pfp4")
+    q_fp4: bool = _constant(False, "qfp4")
     scale_p: int = _constant(SCALE_ROW, "sp")
     scale_q: int = _constant(SCALE_BLOCK, "sq")
     scale_k_major: bool = _constant(False, "sk")
@@ -61,6 +67,8 @@ class GemmConfig:
             raise ArgumentError(
                 f"element_bytes is {self.element_bytes}; kernels multiply FP8 (1) and bfloat16 (2)"
             )
+        if self.grouping not in GROUPINGS:
+            raise ArgumentError(f"grouping is {self.grouping!r}; it must be one of {', '.join(GROUPINGS)}")
 
     @property
     def block_p(self) -> int:
@@ -117,8 +125,10 @@ def wgmma(config: GemmConfig) -> str:
     )
 
 
-def _literal(value: bool | int) -> tuple[str, str]:
+def _literal(value: bool | int | str) -> tuple[str, str]:
     """C++ type and value of a constant."""
+    if isinstance(value, str):
+        return "dg::u32", f"dg::sm90::k{value.capitalize()}"
     return ("bool", str(value).lower()) if isinstance(value, bool) else ("dg::u32", str(value))
 
 

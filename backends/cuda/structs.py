@@ -7,11 +7,12 @@ size and offset with a header where there is one.
 from __future__ import annotations
 
 import ctypes
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 TENSOR_MAP_BYTES = 128
 TENSOR_MAP_ALIGNMENT = 64  # the rule of cuTensorMapEncodeTiled
-MAPPED_ALIGNMENT = 16  # its rule for the address of the tensor, when nothing is interleaved
+MAPPED_ALIGNMENT = 16  # its rule for the address of the tensor and for strides, when nothing is interleaved
+MAPPED_BYTES = 1 << 40  # strides are less
 # What cuda.h aligns its own CUtensorMap to: 64 up to CUDA 12, 128 in CUDA 13. The greater serves both.
 TENSOR_MAP_HEADER_ALIGNMENT = 128
 
@@ -80,17 +81,51 @@ def aligned(kind: type[AnyStructure], alignment: int = TENSOR_MAP_HEADER_ALIGNME
     return kind.from_buffer(memory, -ctypes.addressof(memory) % alignment)
 
 
+class Axes(NamedTuple):
+    """The axes of a tensor map as the driver takes them: columns, rows, groups.
+
+    Args:
+        rank: 2 or 3; the values of axes beyond it are not read.
+        sizes: in elements.
+        strides: in bytes, of the rows and of the groups; columns are contiguous.
+        box: in elements; one group at a time.
+    """
+
+    rank: int
+    sizes: tuple[int, int, int]
+    strides: tuple[int, int]
+    box: tuple[int, int, int]
+
+
+def axes(
+    shape: tuple[int, int], row_bytes: int, box: tuple[int, int], groups: int = 0, group_bytes: int = 0
+) -> Axes:
+    """The axes of the map of a matrix (``groups`` is 0) or of groups of matrices.
+
+    ``shape`` and ``box`` are (rows, columns); ``Driver.encode_2d`` says what each value means. One group is
+    never left, so its distance moves nothing, yet the driver wants one: where none is given it is the
+    matrix's own size, as far as a stride reaches.
+    """
+    (rows, columns), (box_rows, box_columns) = shape, box
+    if groups == 0:
+        return Axes(2, (columns, rows, 0), (row_bytes, 0), (box_columns, box_rows, 0))
+    if groups == 1 and group_bytes == 0:
+        group_bytes = max(MAPPED_ALIGNMENT, min(rows * row_bytes, MAPPED_BYTES - MAPPED_ALIGNMENT))
+    return Axes(3, (columns, rows, groups), (row_bytes, group_bytes), (box_columns, box_rows, 1))
+
+
 #: Arguments of ``cuTensorMapEncodeTiled``: those between the map and the tensor's address, those after it.
 Tiled = tuple[tuple[int, int], tuple[Any, ...]]
 
 
 def tiled(
-    dtype: str, shape: tuple[int, int], row_bytes: int, box: tuple[int, int], swizzle: int, l2_promotion: int
-) -> Tiled:
-    """The arguments for a matrix with contiguous rows; ``Driver.encode_2d`` says what each value means."""
-    sizes = (ctypes.c_uint64 * 2)(shape[1], shape[0])
-    strides = (ctypes.c_uint64 * 1)(row_bytes)
-    boxes = (ctypes.c_uint32 * 2)(box[1], box[0])
-    steps = (ctypes.c_uint32 * 2)(1, 1)
-    after = (sizes, strides, boxes, steps, 0, SWIZZLES[swizzle], L2_PROMOTIONS[l2_promotion], 0)
-    return (DATA_TYPES[dtype], 2), after
+    dtype: str, shape: tuple[int, int], row_bytes: int, box: tuple[int, int], swizzle: int, l2_promotion: int,
+    groups: int = 0, group_bytes: int = 0,
+) -> Tiled:  # fmt: skip
+    """The arguments for matrices with contiguous rows; ``Driver.encode_2d`` says what each value means."""
+    rank, sizes, strides, boxes = axes(shape, row_bytes, box, groups, group_bytes)
+    after = (
+        (ctypes.c_uint64 * 3)(*sizes), (ctypes.c_uint64 * 2)(*strides), (ctypes.c_uint32 * 3)(*boxes),
+        (ctypes.c_uint32 * 3)(1, 1, 1), 0, SWIZZLES[swizzle], L2_PROMOTIONS[l2_promotion], 0,
+    )  # fmt: skip
+    return (DATA_TYPES[dtype], rank), after

@@ -1,4 +1,4 @@
-"""One dense product, how a configuration tiles it, and the one predicate of what is legal.
+"""One product, or one for each group, how a configuration tiles it, and the one predicate of what is legal.
 
 P and Q are the operands as the tensor core takes them: P is A and Q is B, or, swapped, P is B and Q is A.
 """
@@ -16,8 +16,10 @@ K_BYTES = 128  # of a row in one stage: a K block
 REGISTERS_SM, REGISTER_STEP = 65536, 8  # of an SM; what setmaxnreg counts in
 # Registers that a consumer thread needs beside accumulators: descriptors, barriers, places, scales.
 REGISTERS_REST = 24
-# Registers of a producer and of a consumer thread. Split tiles, row scales of Q and MN-major tiles take some
-# that 24 do not leave to the producer's branch. Both make 64,512 with two consumers; three take all 65,536.
+FP4_REST = 29  # more of them with scales of 32 of K beside warps that unpack: 144 and 160 columns spill
+# Registers of a producer and of a consumer thread. Split tiles, row scales of Q, MN-major tiles, groups and
+# FP4 take some that 24 do not leave to the producer's branch. Both make 64,512 with two consumers; three take
+# all 65,536.
 REGISTERS, BUSY_REGISTERS, THREE_REGISTERS = (24, 240), (40, 232), (32, 160)
 STORE_BYTES = 16  # that a bulk copy writes at once
 MAX_CLUSTER = 8  # blocks; more is not portable between cards of one architecture
@@ -26,6 +28,12 @@ BAND = 16  # tiles along P that are neighbours in the order of tiles: ``kBand``
 CHUNK_ROWS = 64  # rows of an MN-major tile that lie together
 BOX_COLUMNS, BOX_BYTES = 64, 16 * 64 * 2  # what a warp stores at once: 16 rows of 64 bfloat16 values
 SCALE_BLOCK_ROWS = 128
+FP4_BYTES = 64  # of a row in one stage before it is unpacked
+PART_ROWS = 64  # of P that a warpgroup multiplies at once; parts without rows of a group are left out
+SLOTS, SLOT_BYTES = 4, 32  # that the scheduler of groups hands tiles on through
+# Rows of groups whose sizes the device alone knows, as shares of what is expected: a choice is weighed over
+# them.
+SPREAD = (0.7, 0.85, 1.0, 1.15, 1.3)
 # Clusters of so many blocks, one block an SM, that one H200 of 132 SMs takes at once, as its driver tells
 # (cuOccupancyMaxActiveClusters). Fewer than 132 / size: a cluster lives in one part of the card.
 WHOLE_CARD = 132
@@ -48,15 +56,20 @@ def _up(x: int, y: int) -> int:
 
 @dataclass(frozen=True)
 class GemmTask:
-    """D[M, N] = A[M, K] @ B[N, K].T: all that the choice of a configuration depends on.
+    """D[M, N] = A[M, K] @ B[N, K].T, or a product for each group: all that the choice of a configuration
+    depends on.
 
     Attributes:
+        m: rows of A; in groups, those that are expected in one.
         element_bytes: 1, float8_e4m3fn, or 2, bfloat16. d_bytes: 2, bfloat16, or 4, float32.
         scales: ``none`` (bfloat16), ``block`` (A per row and 128 of K, B per 128 x 128), ``row`` (both per
             row and 128), ``row32`` (both per row and 32), ``channel`` (both per row; applied at the end).
         a_mn, b_mn: the operand's rows are its contiguous axis (bfloat16).
         sfa_k_major: A's scales have K as their contiguous axis.
         plain_store: D cannot leave by bulk copies (C, head splits, rows that are not 16-byte aligned).
+        a_fp4, b_fp4: the operand is packed FP4, which becomes FP8 on its way.
+        grouping, groups: as in ``dg_core.backend.Gemm``.
+        alignment: of contiguous groups: they begin at multiples of it, as far as the caller says.
     """
 
     m: int
@@ -69,10 +82,19 @@ class GemmTask:
     b_mn: bool = False
     sfa_k_major: bool = False
     plain_store: bool = False
+    a_fp4: bool = False
+    b_fp4: bool = False
+    grouping: str = "dense"
+    groups: int = 1
+    alignment: int = 0
 
     @property
     def k_blocks(self) -> int:
         return -(-self.k * self.element_bytes // K_BYTES)
+
+    @property
+    def grouped(self) -> bool:
+        return self.grouping != "dense"
 
 
 @dataclass(frozen=True)
@@ -106,6 +128,17 @@ def stage_bytes(config: GemmConfig) -> int:
     return _up((config.block_p + rows_q) * K_BYTES, 1024)
 
 
+def packed_bytes(config: GemmConfig) -> int:
+    """Bytes of packed FP4 that belong to one stage: ``Layout::kPackedStage``."""
+    return _up((config.block_p * config.p_fp4 + config.block_q * config.q_fp4) * FP4_BYTES, 128)
+
+
+def loaded_bytes(config: GemmConfig) -> int:
+    """Bytes of both operands that fill one stage."""
+    unpacked = (config.block_p * config.p_fp4 + config.block_q * config.q_fp4) * K_BYTES
+    return stage_bytes(config) - unpacked + packed_bytes(config)
+
+
 def shared_bytes(config: GemmConfig, stages: int = 0) -> int:
     """Dynamic shared memory of a block: ``Layout::kBytes`` of ``dg/impls/sm90_layout.cuh``.
 
@@ -115,12 +148,17 @@ def shared_bytes(config: GemmConfig, stages: int = 0) -> int:
     row = (16 if config.scale_k_major else 4) * config.scale_steps
     scales_p = _up(config.block_p * row, 128) if config.scale_p == SCALE_ROW else 0
     scales_q = _up(config.block_q * row, 128) if config.scale_q == SCALE_ROW else 0
-    ring = _up(stages * (stage_bytes(config) + scales_p + scales_q), 1024)
+    ring = _up(stages * (stage_bytes(config) + packed_bytes(config) + scales_p + scales_q), 1024)
     boxes = config.consumers * 4 * config.boxes * BOX_BYTES if config.tma_store else 0
     owned_units = -(-config.block_p // 8 // config.split)
     gathered = config.split * owned_units * 8 * (config.block_q * 4 + 32)
     parts = gathered if config.swap or config.split > 1 else 0
-    return ring + boxes + parts + (2 * stages + 1) * 8 + 1024
+    barriers = (3 if packed_bytes(config) else 2) * stages + 1
+    slots = 0
+    if config.grouping != "dense":
+        barriers += 2 * SLOTS
+        slots = SLOTS * SLOT_BYTES + barriers % 2 * 8  # which begin at a multiple of 16
+    return ring + boxes + parts + barriers * 8 + slots + 1024
 
 
 def most_stages(config: GemmConfig) -> int:
@@ -138,16 +176,21 @@ def registers(config: GemmConfig) -> int:
     share = config.block_q // 2  # of 64 rows
     if config.element_bytes == 2:
         return share * config.subs + REGISTERS_REST
+    unpacks = config.p_fp4 or config.q_fp4
+    rest = REGISTERS_REST + (FP4_REST if unpacks and config.scale_steps > 1 else 0)
     sums = share * (2 if config.pairs else 1)
     columns = share // 2 if config.scale_q == SCALE_ROW else 0
-    return share * config.subs + sums + columns + REGISTERS_REST
+    return share * config.subs + sums + columns + rest
 
 
 def register_split(config: GemmConfig) -> tuple[int, int]:
     """Registers of a producer thread, what its branch needs, and what that leaves to a consumer thread."""
     if config.consumers == 3:
         return THREE_REGISTERS
-    busy = config.split > 1 or config.scale_q == SCALE_ROW or config.p_mn_major or config.q_mn_major
+    busy = (
+        config.split > 1 or config.scale_q == SCALE_ROW or config.p_mn_major or config.q_mn_major
+        or config.grouping != "dense" or config.p_fp4 or config.q_fp4
+    )  # fmt: skip
     return BUSY_REGISTERS if busy else REGISTERS
 
 
@@ -167,8 +210,11 @@ def _resources(config: GemmConfig) -> str:
     if config.producer_registers % REGISTER_STEP or config.consumer_registers % REGISTER_STEP:
         return f"registers are counted in steps of {REGISTER_STEP}"
     total = 128 * (config.producer_registers + config.consumers * config.consumer_registers)
-    if total > REGISTERS_SM:
-        return f"a block would take {total} registers; an SM has {REGISTERS_SM}"
+    # setmaxnreg takes from what the block was launched with, the same for each thread: for more than that it
+    # waits without end.
+    given = REGISTERS_SM // config.threads // REGISTER_STEP * REGISTER_STEP * config.threads
+    if total > given:
+        return f"a block would take {total} registers; it is launched with {given}"
     return ""
 
 
@@ -182,14 +228,16 @@ def _combination(config: GemmConfig) -> str:
     three = (
         (config.scale_p, config.scale_q, config.subs, config.split) == (SCALE_ROW, SCALE_BLOCK, 1, 1)
         and config.block_q <= SCALE_BLOCK_ROWS
-        and not (config.swap or config.pairs)
+        and not (config.swap or config.pairs or config.p_fp4 or config.q_fp4)
     )
     rules = (
         (config.consumers in (1, 2, 3) and config.subs in (1, 2), "consumers are 1 to 3, subs 1 or 2"),
-        (config.consumers < 3 or three, "three warpgroups have 64 x 128 outputs each, promoted by blocks"),
+        (config.consumers < 3 or three, "three warpgroups have 64 x 128 outputs each, of FP8 and its blocks"),
         (1 <= config.split <= MAX_CLUSTER, f"a cluster has 1 to {MAX_CLUSTER} blocks"),
         (not config.q_mn_major or config.block_q % CHUNK_ROWS == 0, "MN-major tiles have chunks of 64 rows"),
         (bf16 or not (config.p_mn_major or config.q_mn_major), "FP8 is multiplied K-major"),
+        (not (bf16 and (config.p_fp4 or config.q_fp4)), "FP4 becomes FP8"),
+        (config.grouping == "dense" or not (config.stream or config.split > 1), "tiles of groups are whole"),
         (not bf16 or config.scale_p == config.scale_q == SCALE_NONE, "bfloat16 has no scales"),
         (not (bf16 and (config.pairs or config.ordered)), "bfloat16 is not promoted"),
         (not config.pairs or config.subs == 1, "two K blocks in flight leave room for 64 rows a warpgroup"),
@@ -245,24 +293,44 @@ def working_blocks(rows_of_tiles: int, blocks: int) -> int:
     return blocks // team * team
 
 
+def tiles_of_rows(task: GemmTask, rows: int, m: int) -> tuple[float, float]:
+    """Tiles of so many rows along A, all groups together, where ``m`` rows are expected in each; and the
+    share of their 64-row parts that have rows at all.
+
+    Of sizes that only the device knows it is the mean over a spread. A tile of contiguous groups that has
+    rows of two is worked on twice: groups begin anywhere in it at multiples of the alignment.
+    """
+    if task.grouping == "contiguous":
+        alignment = max(task.alignment, 1)
+        shared = 0.0 if alignment % rows == 0 else 1 - min(math.gcd(alignment, rows) / rows, 1.0)
+        return -(-task.groups * m // rows) + task.groups * shared, 1.0
+    spread = (1.0,) if task.grouping in ("dense", "batched") else SPREAD
+    sizes = [max(round(m * share), 1) for share in spread]
+    tiles = sum(-(-size // rows) for size in sizes)
+    parts = sum(-(-size // PART_ROWS) for size in sizes)
+    return task.groups * tiles / len(sizes), min(parts * PART_ROWS / (tiles * rows), 1.0)
+
+
 def grid_blocks(config: GemmConfig, task: GemmTask, processors: int) -> int:
-    """Blocks to launch: all parts of split tiles, else what the SMs take at once; those walk the tiles."""
-    if config.stream:
+    """Blocks to launch: all parts of split tiles, else what the SMs take at once; those walk the tiles. How
+    many tiles groups have is known on the device alone."""
+    if config.stream or task.grouped:
         return processors
     block_m, block_n = tile(config)
     tiles = -(-task.m // block_m) * -(-task.n // block_n)
     return tiles * config.split if config.split > 1 else min(tiles, processors)
 
 
-def config_fields(task: GemmTask, swap: bool) -> dict[str, int | bool]:
+def config_fields(task: GemmTask, swap: bool) -> dict[str, int | bool | str]:
     """The constants that a task fixes once it is known which operand is P."""
     scale_a, scale_b, steps = SCALES[task.scales]
-    a, b = (task.a_mn, scale_a), (task.b_mn, scale_b)
+    a, b = (task.a_mn, scale_a, task.a_fp4), (task.b_mn, scale_b, task.b_fp4)
     p, q = (b, a) if swap else (a, b)
     return {
         "element_bytes": task.element_bytes, "d_bytes": task.d_bytes, "swap": swap, "p_mn_major": p[0],
         "q_mn_major": q[0], "scale_p": p[1], "scale_q": q[1], "scale_steps": steps,
-        "scale_k_major": task.sfa_k_major and task.scales == "block",
+        "scale_k_major": task.sfa_k_major and task.scales == "block", "p_fp4": p[2], "q_fp4": q[2],
+        "grouping": task.grouping,
     }  # fmt: skip
 
 

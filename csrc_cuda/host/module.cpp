@@ -23,13 +23,14 @@ using namespace dg::host;
 
 // Goes up with every change of what Python passes, so that a module that was built from older sources is told
 // from a good one.
-constexpr int kInterface = 1;
+constexpr int kInterface = 2;
 
 using Triple = std::array<unsigned, 3>;
-// offset, slot, type, (rows, columns), row_bytes, box (rows, columns), swizzle, l2_promotion, what; the numbers of
-// type, swizzle and l2_promotion are the driver's.
-using MapFields = std::tuple<std::size_t, std::size_t, int, std::array<std::uint64_t, 2>, std::uint64_t,
-                             std::array<std::uint32_t, 2>, int, int, std::string>;
+// offset, slot, type, rank, sizes, strides, box, swizzle, l2_promotion, what: the members of MapSpec. The
+// numbers of type, swizzle and l2_promotion are the driver's.
+using MapFields = std::tuple<std::size_t, std::size_t, int, unsigned, std::array<std::uint64_t, kMaxRank>,
+                             std::array<std::uint64_t, kMaxRank - 1>, std::array<std::uint32_t, kMaxRank>,
+                             int, int, std::string>;
 using PointerFields = std::tuple<std::size_t, std::size_t>;
 
 Handle handle(std::uint64_t value) {
@@ -52,16 +53,8 @@ py::object plan(const std::string& library, std::string name, std::uint64_t func
                   parameters,
                   {},
                   {}};
-    for (const auto& [offset, slot, type, shape, row_bytes, box, swizzle, l2_promotion, what] : maps)
-        spec.maps.push_back({offset,
-                             slot,
-                             type,
-                             {shape[1], shape[0]},
-                             row_bytes,
-                             {box[1], box[0]},
-                             swizzle,
-                             l2_promotion,
-                             what});
+    for (const auto& [offset, slot, type, rank, sizes, strides, box, swizzle, l2_promotion, what] : maps)
+        spec.maps.push_back({offset, slot, type, rank, sizes, strides, box, swizzle, l2_promotion, what});
     for (const auto& [offset, slot] : pointers)
         spec.pointers.push_back({offset, slot});
     auto made = std::make_unique<Plan>(std::move(spec), open_driver(library));

@@ -26,6 +26,9 @@ Plan::Plan(PlanSpec spec, const Driver& driver)
             format("{}: {} bytes of parameters; 1 to {} are possible", name_, size_, kMaxParameterBytes));
     for (MapSpec& map : spec.maps) {
         check(map.offset, sizeof(TensorMap), alignof(TensorMap), map.slot);
+        if (map.rank < kMinRank || map.rank > kMaxRank)
+            throw std::invalid_argument(format("{}: the tensor map of {} has rank {}; {} to {} are possible",
+                                               name_, map.what, map.rank, kMinRank, kMaxRank));
         maps_.push_back({std::move(map), kNeverEncoded});
     }
     for (const PointerSpec& pointer : pointers_)
@@ -80,7 +83,7 @@ Answer Plan::leave(bool pushed) const {
 }
 
 Answer Plan::bind(const std::uint64_t* addresses) {
-    static constexpr std::uint32_t kSteps[2] = {1, 1};
+    static constexpr std::uint32_t kSteps[kMaxRank] = {1, 1, 1};
     for (Map& map : maps_) {
         const MapSpec& spec = map.spec;
         const std::uint64_t address = addresses[spec.slot];
@@ -88,9 +91,9 @@ Answer Plan::bind(const std::uint64_t* addresses) {
             continue;
         auto* at = reinterpret_cast<TensorMap*>(parameters_.data() + spec.offset);
         map.encoded = kNeverEncoded;  // what a failed call leaves behind is not to be relied upon
-        const int code = driver_.encode_tiled(at, spec.type, 2, reinterpret_cast<Handle>(address),
-                                              spec.sizes.data(), &spec.row_bytes, spec.box.data(), kSteps, 0,
-                                              spec.swizzle, spec.l2_promotion, 0);
+        const int code = driver_.encode_tiled(at, spec.type, spec.rank, reinterpret_cast<Handle>(address),
+                                              spec.sizes.data(), spec.strides.data(), spec.box.data(), kSteps,
+                                              0, spec.swizzle, spec.l2_promotion, 0);
         if (code)
             return {code, format("tensor map of {}: cuTensorMapEncodeTiled", spec.what)};
         map.encoded = address;

@@ -16,14 +16,17 @@ namespace dg::host {
 constexpr std::size_t kMaxParameterBytes = 4096;
 constexpr std::size_t kMaxSlots = 64;  // addresses of one call
 constexpr std::uint64_t kMappedAlignment = 16;
+constexpr unsigned kMinRank = 2, kMaxRank = 3;  // of a tensor map: columns, rows and perhaps groups
 
 // A tensor map in the parameters: where it lies, whose address it takes, and the driver's numbers for the rest.
+// The driver reads as many axes as the rank says; the strides are those of all axes but the first.
 struct MapSpec {
     std::size_t offset, slot;
     int type;
-    std::array<std::uint64_t, 2> sizes;  // columns, rows
-    std::uint64_t row_bytes;
-    std::array<std::uint32_t, 2> box;  // columns, rows
+    unsigned rank;
+    std::array<std::uint64_t, kMaxRank> sizes;
+    std::array<std::uint64_t, kMaxRank - 1> strides;  // bytes
+    std::array<std::uint32_t, kMaxRank> box;
     int swizzle, l2_promotion;
     std::string what;
 };
@@ -57,7 +60,8 @@ struct Frame {
 
 class Plan {
   public:
-    // Throws std::invalid_argument where something lies outside of the parameters.
+    // Throws std::invalid_argument where something lies outside of the parameters, or where a map has a rank
+    // that MapSpec has no room for.
     Plan(PlanSpec spec, const Driver& driver);
     Plan(const Plan&) = delete;  // the configuration points into the object
     Plan& operator=(const Plan&) = delete;

@@ -132,7 +132,7 @@ class Lazy:
         return self.peer()
 
 
-def _function(library: Any, op: Op) -> Callable[..., Any]:
+def function_of(library: Any, op: Op) -> Callable[..., Any]:
     """The library's function for an operation: it has had several names over the years."""
     for name in (op.name, *op.names):
         if hasattr(library, name):
@@ -150,23 +150,23 @@ def _operands(named: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _dense(library: Any, op: Op, named: Mapping[str, Any]) -> Peer:
-    function, (a, b) = _function(library, op), _operands(named)
+    function, (a, b) = function_of(library, op), _operands(named)
     recipe = {} if named.get("recipe") is None else {"recipe": tuple(named["recipe"])}
     return lambda: function(a, b, named["d"], c=named["c"], **recipe)
 
 
 def _contiguous(library: Any, op: Op, named: Mapping[str, Any]) -> Peer:
-    function, (a, b) = _function(library, op), _operands(named)
+    function, (a, b) = function_of(library, op), _operands(named)
     return lambda: function(a, b, named["d"], named["grouped_layout"])
 
 
 def _masked(library: Any, op: Op, named: Mapping[str, Any]) -> Peer:
-    function, (a, b) = _function(library, op), _operands(named)
+    function, (a, b) = function_of(library, op), _operands(named)
     return lambda: function(a, b, named["d"], named["masked_m"], named["expected_m"])
 
 
 def _k_grouped(library: Any, op: Op, named: Mapping[str, Any]) -> Peer:
-    function, (a, b) = _function(library, op), _operands(named)
+    function, (a, b) = function_of(library, op), _operands(named)
     sizes = list(named["ks_cpu"])
     return lambda: function(a, b, named["d"], sizes, named["grouped_layout"], named["c"])
 

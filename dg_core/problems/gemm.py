@@ -75,7 +75,7 @@ def _packed_axis(op: Op, tensors: Tensors, name: str) -> int:
     """
     operand = require(tensor(op, tensors, name))
     if operand.dtype != PACKED_FP4:
-        return -1
+        return 0
     axis = packed_axis(operand)
     return -3 - axis if op.args[op.positions[name]].transposed else axis
 

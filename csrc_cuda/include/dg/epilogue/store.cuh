@@ -24,37 +24,53 @@ struct Store {
 
     __device__ __forceinline__ void run(Totals& total, Me& me, Tile tile) const {
         scale_rows<C, Instruction>(total, me, tile);
+        const Rows of = L::kGrouped ? Rows::of(tile) : Rows{};
         if constexpr (L::kGather) {
             gather(total, me);
-            add_parts(tile);
+            add_parts(tile, of);
         } else if constexpr (C::kTmaStore) {
-            bulk(total, me, tile);
+            bulk(total, me, tile, of);
         } else {
-            for_groups<0>(total, me, tile);
+#pragma unroll
+            for (u32 sub = 0; sub < C::kSubs; ++sub)
+                for_groups<0, kGroups>(total[sub], me, tile, of, sub);
         }
     }
 
     // Groups of eight columns from kFirst on, two columns a thread.
-    template <u32 kFirst>
-    __device__ __forceinline__ void for_groups(const Totals& total, const Me& me, Tile tile) const {
-        const u32 row = tile.p * L::kBlockP + me.part + me.warp * 16 + me.lane / 4;
-        const u32 column = tile.q * C::kBlockQ + me.lane % 4 * 2;
+    template <u32 kFirst, u32 kEnd>
+    __device__ __forceinline__ void for_groups(const float (&total)[Me::kSums], const Me& me,
+                                               const Tile& tile, const Rows& of, u32 sub) const {
+        const u32 row = tile.row_p + me.part + sub * 64 + me.warp * 16 + me.lane / 4;
+        const u32 column = tile.row_q + me.lane % 4 * 2;
+        const Line high = out.line(row, tile, of), low = out.line(row + 8, tile, of);
+        // What most tiles need stands by itself: all that a pair of columns may need is so much code that a walk
+        // over it takes longer than the stores.
+        if (out.simple(tile.row_q + kFirst * 8, (kEnd - kFirst) * 8)) {
+            const i64 high_at = high.d + column, low_at = low.d + column;
 #pragma unroll
-        for (u32 sub = 0; sub < C::kSubs; ++sub)
-#pragma unroll
-            for (u32 g = kFirst; g < kGroups; ++g) {
-                const float* four = &total[sub][g * 4];
-                out.put2(row + sub * 64, column + g * 8, four[0], four[1]);
-                out.put2(row + sub * 64 + 8, column + g * 8, four[2], four[3]);
+            for (u32 g = kFirst; g < kEnd; ++g) {
+                const float* four = &total[g * 4];
+                out.put2_simple(high, high_at + g * 8, four[0], four[1]);
+                out.put2_simple(low, low_at + g * 8, four[2], four[3]);
             }
+            return;
+        }
+#pragma unroll
+        for (u32 g = kFirst; g < kEnd; ++g) {
+            const float* four = &total[g * 4];
+            out.put2(high, column + g * 8, four[0], four[1]);
+            out.put2(low, column + g * 8, four[2], four[3]);
+        }
     }
 
     // Boxes of 16 rows by 64 columns: a warp writes as many as it has room for to shared memory and goes on while
-    // bulk copies take them away.
-    __device__ __forceinline__ void bulk(const Totals& total, const Me& me, Tile tile) const {
+    // bulk copies take them away. Where some of the rows are not the tile's, the warp copies the others.
+    __device__ __forceinline__ void bulk(const Totals& total, const Me& me, const Tile& tile,
+                                         const Rows& of) const {
         constexpr u32 kPanels = C::kBlockQ / kBoxColumns;
         const Shared boxes = room.base + L::kStoreOffset + (me.w * 4 + me.warp) * C::kBoxes * kBoxBytes;
-        const u32 row0 = tile.p * L::kBlockP + me.part + me.warp * 16, column = tile.q * C::kBlockQ;
+        const u32 row0 = tile.row_p + me.part + me.warp * 16, column = tile.row_q;
         const u32 row = me.lane % 16;
         // Row r of a box has its 16-byte pieces in the order that the 128-byte swizzle gives: piece c at c ^ (r % 8).
         const u32 piece = (me.lane / 16 ^ row % 8) * 16;
@@ -77,16 +93,43 @@ struct Store {
             }
             fence_async_shared();
             __syncwarp();
+            if constexpr (L::kGrouped) {
+#pragma unroll 1
+                for (u32 box = first; box < end; ++box)
+                    if (!out.whole(row0 + box / kPanels * 64, of))
+                        copy(boxes + (box - first) * kBoxBytes, column + box % kPanels * kBoxColumns,
+                             row0 + box / kPanels * 64, me.lane, tile, of);
+            }
             if (me.lane == 0) {
 #pragma unroll
                 for (u32 box = first; box < end; ++box)
-                    tma_store(&params.d_map, boxes + (box - first) * kBoxBytes,
-                              column + box % kPanels * kBoxColumns, row0 + box / kPanels * 64);
+                    if (out.whole(row0 + box / kPanels * 64, of))
+                        bulk_copy(boxes + (box - first) * kBoxBytes, column + box % kPanels * kBoxColumns,
+                                  row0 + box / kPanels * 64, tile.group);
                 tma_store_commit();
             }
         }
-        if constexpr (C::kBlockQ % kBoxColumns != 0)
-            for_groups<kPanels * 8>(total, me, tile);
+        if constexpr (C::kBlockQ % kBoxColumns != 0) {
+#pragma unroll
+            for (u32 sub = 0; sub < C::kSubs; ++sub)
+                for_groups<kPanels * 8, kGroups>(total[sub], me, tile, of, sub);
+        }
+    }
+
+    // Those rows of a box that are written, four at a time: eight lanes have a row, 16 bytes each.
+    __device__ __forceinline__ void copy(Shared box, u32 column, u32 row0, u32 lane, const Tile& tile,
+                                         const Rows& of) const {
+        const u32 piece = lane % 8;
+#pragma unroll 1
+        for (u32 row = lane / 8; row < 16; row += 4)
+            out.put8_packed(out.line(row0 + row, tile, of), column + piece * 8,
+                            load_shared4(box + row * 128 + ((piece ^ row % 8) * 16)));
+    }
+    __device__ __forceinline__ void bulk_copy(Shared box, u32 column, u32 row, u32 group) const {
+        if constexpr (L::kGroupedA)
+            tma_store(&params.d_map, box, column, row, group);
+        else
+            tma_store(&params.d_map, box, column, row);
     }
 
     // Shared memory ends with the block: what leaves from it must have been read.
@@ -125,7 +168,7 @@ struct Store {
     }
 
     // Adds the parts of this block's units in the order of K, eight outputs of one row of D at a time.
-    __device__ __forceinline__ void add_parts(Tile tile) const {
+    __device__ __forceinline__ void add_parts(const Tile& tile, const Rows& of) const {
         if constexpr (C::kSplit == 1)
             named_sync<kThreads>(kAllBarrier);
         else
@@ -144,7 +187,7 @@ struct Store {
                     for (u32 n = 0; n < 8; ++n)
                         sum[n] +=
                             load_shared(from + (part * L::kOwnedUnits * 8 + n) * L::kPartRow + item * 4);
-                out.put8(tile.q * C::kBlockQ + item, tile.p * L::kBlockP + unit * 8, sum);
+                out.put8(out.line(tile.row_q + item, tile, of), tile.row_p + unit * 8, sum);
             } else {  // a row of P, eight rows of Q
                 constexpr u32 kPieces = C::kBlockQ / 8;
                 const u32 row = item / kPieces, piece = item % kPieces;
@@ -158,7 +201,7 @@ struct Store {
                         sum[n + 2] += __uint_as_float(four.z), sum[n + 3] += __uint_as_float(four.w);
                     }
                 }
-                out.put8(tile.p * L::kBlockP + unit * 8 + row, tile.q * C::kBlockQ + piece * 8, sum);
+                out.put8(out.line(tile.row_p + unit * 8 + row, tile, of), tile.row_q + piece * 8, sum);
             }
         }
     }

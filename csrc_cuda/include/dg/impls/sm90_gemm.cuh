@@ -1,14 +1,18 @@
-// The Hopper matrix product: D[M, N] = C[M, N] + A[M, K] * B[N, K]^T on FP8 operands with scales, or on
-// bfloat16; D in bfloat16 or float32.
+// The Hopper matrix product: D[M, N] = C[M, N] + A[M, K] * B[N, K]^T on FP8 operands with scales, on FP4, or on
+// bfloat16; D in bfloat16 or float32. One of them, or many in groups.
 //
 // One thread fills a ring of K blocks, 128 bytes of every row, with the row scales that belong to them
-// (load.cuh); consumer warpgroups multiply them (multiply.cuh) and store the tile (store.cuh). The blocks walk
-// the tiles in waves (tiles.cuh). What Config's constants mean, and which go together, says sm90_layout.cuh.
+// (load.cuh), FP4 by way of warps that unpack it (unpack.cuh); consumer warpgroups multiply them (multiply.cuh)
+// and store the tile (store.cuh). The blocks walk the tiles in waves, which each thread computes (tiles.cuh) or,
+// of groups, one warp finds out (groups.cuh). What Config's constants mean, and which go together, says
+// sm90_layout.cuh.
 #pragma once
 
 #include <dg/epilogue/parts.cuh>
 #include <dg/epilogue/store.cuh>
 #include <dg/mma/load.cuh>
+#include <dg/mma/unpack.cuh>
+#include <dg/scheduler/groups.cuh>
 
 namespace dg::sm90 {
 
@@ -19,9 +23,16 @@ __device__ __forceinline__ void make_barriers(const Params& params, const Room<C
     prefetch_map(&params.p_map);
     prefetch_map(&params.q_map);
     for (u32 s = 0; s < C::kStages; ++s) {
-        mbarrier_init(room.full + s * 8, 1);
+        mbarrier_init(room.full + s * 8, 1 + (L::kUnpacks ? kUnpackers : 0));
         mbarrier_init(room.empty + s * 8, C::kConsumers * 4);
+        if constexpr (L::kUnpacks)
+            mbarrier_init(room.packed() + s * 8, 1);
     }
+    if constexpr (L::kGrouped)
+        for (u32 s = 0; s < kSlots; ++s) {
+            mbarrier_init(room.given() + s * 8, 1);
+            mbarrier_init(room.taken() + s * 8, 1 + (L::kUnpacks ? kUnpackers : 0) + C::kConsumers * 4);
+        }
     if constexpr (C::kSplit > 1) {
         const u32 units = (L::kUnits + C::kSplit - 1 - room.rank) / C::kSplit;  // that this block owns
         mbarrier_init(room.parts, 1);
@@ -30,18 +41,26 @@ __device__ __forceinline__ void make_barriers(const Params& params, const Room<C
     fence_barrier_init();
 }
 
-template <class C, class Instruction>
-__device__ __forceinline__ void consume(const Params& params, const Room<C>& room, const Tiles<C>& tiles,
-                                        u32 w) {
+// The tiles of a block, as those who work on them see them.
+template <class C>
+__device__ __forceinline__ auto tiles_of(const Params& params, const Room<C>& room) {
+    if constexpr (Layout<C>::kGrouped)
+        return Queue<C>{room};
+    else
+        return Tiles<C>(params, room.rank);
+}
+
+template <class C, class Instruction, class Work>
+__device__ __forceinline__ void consume(const Params& params, const Room<C>& room, const Work& tiles, u32 w) {
     Multiplier<C, Instruction> me(params, room, w);
     const Store<C, Instruction> store(params, room);
-    const Parts<C, Instruction> parts{params, tiles};
     if (w == 1)
         me.pass_turn();  // the first turn belongs to warpgroup 0
-    tiles.for_each([&](Tile tile, Tile next) {
+    tiles.template for_each<true>([&](Tile tile, Tile next) {
         typename Multiplier<C, Instruction>::Totals total;
         me.run(total, tile, next);
         if constexpr (C::kStream) {
+            const Parts<C, Instruction> parts{params, tiles};
             if (tile.last_k < params.k_blocks)
                 return parts.give(total, me);
             if (tile.first_k > 0)
@@ -71,7 +90,7 @@ __device__ __forceinline__ void gemm(const Params& params) {
     else
         __syncthreads();
     wait_for_previous_kernel();
-    const Tiles<C> tiles(params, room.rank);
+    const auto tiles = tiles_of<C>(params, room);
     const u32 warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
     if (warp < 4) {
         registers_down<C::kProducerRegisters>();
@@ -80,6 +99,15 @@ __device__ __forceinline__ void gemm(const Params& params) {
                 Loader<C>{params, room}.run(tiles);
             __syncwarp();
         }
+        // Known to be the same number, the roles would be reached through a table of addresses.
+        u32 role = warp;
+        keep(role);
+        if constexpr (L::kGrouped)
+            if (role == 1)
+                Scheduler<C>(params, room).run();
+        if constexpr (L::kUnpacks)
+            if (role >= 4 - kUnpackers)
+                Unpacker<C>{room}.run(tiles);
     } else {
         registers_up<C::kConsumerRegisters>();
         consume<C, Instruction>(params, room, tiles, warp / 4 - 1);

@@ -87,6 +87,16 @@ struct Multiplier {
             named_arrive<2 * kWarpgroup>(2 - w);
     }
 
+    // Turns that this warpgroup has no use for.
+    template <u32 kCount>
+    __device__ __forceinline__ void pass_turns() const {
+        if constexpr (kCount > 0) {
+            take_turn();
+            pass_turn();
+            pass_turns<kCount - 1>();
+        }
+    }
+
     // `kCount` instructions of a stage from `first` on; the first one starts anew where `add` is false.
     template <u32 kCount = kSteps>
     __device__ __forceinline__ static void multiply(float (&sum)[kSums], const Stage& stage, u32 sub,
@@ -121,27 +131,55 @@ struct Multiplier {
         }
     }
 
-    // Multiplies one tile.
+    // Multiplies one tile. Where a group has fewer rows than the tile, 64-row parts without any are left out.
     __device__ __forceinline__ void run(Totals& total, Tile tile, Tile following) {
 #pragma unroll
         for (u32 sub = 0; sub < C::kSubs; ++sub)
 #pragma unroll
             for (u32 i = 0; i < kSums; ++i)
                 total[sub][i] = 0.0f;
-        if constexpr (C::kElementBytes == 2)
-            accumulate(total, tile);
+        constexpr bool kLeavesOut = L::kGrouped && !C::kSwap;
+        const u32 rows = kLeavesOut ? Rows::of(tile).end : 0, first = tile.row_p + part;
+        if (!kLeavesOut || rows > first + (C::kSubs - 1) * 64)
+            run_parts<C::kSubs>(total, tile, following);
+        else if (C::kSubs > 1 && rows > first)
+            run_parts<1>(total, tile, following);
         else
-            promote(total, tile, following);
+            idle(tile, following);
         first_tile = false;
     }
 
+    // The first kParts parts of 64 rows.
+    template <u32 kParts>
+    __device__ __forceinline__ void run_parts(Totals& total, Tile tile, Tile following) {
+        if constexpr (C::kElementBytes == 2)
+            accumulate<kParts>(total, tile);
+        else
+            promote<kParts>(total, tile, following);
+    }
+
+    // None: the stages and the turns of the tile go by.
+    __device__ __forceinline__ void idle(Tile tile, Tile following) {
+        for (u32 k = tile.first_k; k < tile.last_k; ++k) {
+            const Stage stage = wait_full();
+            if (!C::kPairs || (k - tile.first_k) % 2 == 0)
+                pass_turns<C::kSubs * C::kScaleSteps>();
+            __syncwarp();  // no lane waits for the stage any more: here is no product that holds them together
+            room.release(stage.index, lane);
+            advance();
+            look_ahead();
+        }
+        blocks.skip(following);
+    }
+
+    template <u32 kParts>
     __device__ __forceinline__ void accumulate(Totals& total, Tile tile) {
         u32 before = 0;
         for (u32 k = tile.first_k; k < tile.last_k; ++k) {
             const Stage stage = wait_full();
             wgmma_fence();
 #pragma unroll
-            for (u32 sub = 0; sub < C::kSubs; ++sub)
+            for (u32 sub = 0; sub < kParts; ++sub)
                 multiply(total[sub], stage, sub, true);
             wgmma_commit();
             advance();
@@ -153,12 +191,13 @@ struct Multiplier {
         }
         wgmma_wait<0>();
 #pragma unroll
-        for (u32 sub = 0; sub < C::kSubs; ++sub)
+        for (u32 sub = 0; sub < kParts; ++sub)
             pin(total[sub]);
         if (tile.first_k < tile.last_k)
             room.release(before, lane);
     }
 
+    template <u32 kParts>
     __device__ __forceinline__ void promote(Totals& total, Tile tile, Tile following) {
         const u32 count = tile.last_k - tile.first_k;
         blocks.begin(tile, following, first_tile);
@@ -169,7 +208,7 @@ struct Multiplier {
             for (; block + 1 < count; block += 2)
                 promote_two(total[0], f, tile.first_k + block, block, scales);
         for (; block < count; ++block)
-            promote_one(total, f, tile.first_k + block, block, scales);
+            promote_one<kParts>(total, f, tile.first_k + block, block, scales);
     }
 
     // Two K blocks in flight: the tensor core has the second one while the first one is promoted.
@@ -216,7 +255,7 @@ struct Multiplier {
         M::promote(total, other, f1, columns, blocks.before);
     }
 
-    template <class Scales>
+    template <u32 kParts, class Scales>
     __device__ __forceinline__ void promote_one(Totals& total, Factor& f, u32 k, u32 block, Scales scales) {
         // Row scales before the products of a stage: afterwards their way from shared memory would delay the
         // second product. Those of Q's columns or of four steps are too many to be kept for all parts.
@@ -226,17 +265,17 @@ struct Multiplier {
         Product products[C::kSubs];
         if constexpr (kEarly) {
 #pragma unroll
-            for (u32 sub = 0; sub < C::kSubs; ++sub) {
+            for (u32 sub = 0; sub < kParts; ++sub) {
                 load_rows(f, columns, stage.index, sub, k);
                 products[sub] = M::product(f);
             }
         }
 #pragma unroll
-        for (u32 sub = 0; sub < C::kSubs; ++sub) {
+        for (u32 sub = 0; sub < kParts; ++sub) {
 #pragma unroll
             for (u32 step = 0; step < C::kScaleSteps; ++step) {
                 constexpr u32 kCount = kSteps / C::kScaleSteps;
-                const bool ends = sub + 1 == C::kSubs && step + 1 == C::kScaleSteps;
+                const bool ends = sub + 1 == kParts && step + 1 == C::kScaleSteps;
                 float sum[kSums];
                 take_turn();
                 wgmma_fence();
@@ -256,6 +295,7 @@ struct Multiplier {
                 M::promote(total[sub], sum, products[sub], columns, blocks.before);
             }
         }
+        pass_turns<(C::kSubs - kParts) * C::kScaleSteps>();
     }
 };
 

@@ -1,7 +1,7 @@
 // Scales in the main loop, and the promotion of one K block's sums to the totals.
 #pragma once
 
-#include <dg/scheduler/tiles.cuh>
+#include <dg/scheduler/rows.cuh>
 
 namespace dg::sm90 {
 
@@ -46,19 +46,25 @@ struct Promotion {
         __device__ __forceinline__ Blocks(const Params& all, u32 row)
             : params(all), first_row(row), lane(threadIdx.x % 32) {}
 
+        // Blocks of 128 rows are B's, which each group has.
+        __device__ __forceinline__ static i64 offset(const Scale& s, Tile tile, u32 index, u32 k) {
+            const i64 group = L::kGrouped ? tile.group * s.group_stride : 0;
+            return group + index * s.row_stride + k * s.k_stride;
+        }
+
         __device__ __forceinline__ Chunk fetch(Tile tile, u32 block) const {
             Chunk chunk{1.0f, 1.0f, 1.0f};
             const u32 k = tile.first_k + block + lane;
             const bool inside = k < tile.last_k;
             if constexpr (kP) {
-                const u32 index = min(tile.p * L::kBlockP + first_row, params.rows_p - 1) / 128;
+                const u32 index = min(tile.row_p + first_row, params.rows_p - 1) / 128;
                 const Scale& s = params.p_scale;
-                chunk.p = inside ? __ldg(s.values + index * s.row_stride + k * s.k_stride) : 0.0f;
+                chunk.p = inside ? __ldg(s.values + offset(s, tile, index, k)) : 0.0f;
             }
             if constexpr (kQ) {
-                const u32 index = tile.q * C::kBlockQ / 128, last = (params.rows_q - 1) / 128;
+                const u32 index = tile.row_q / 128, last = (params.rows_q - 1) / 128;
                 const Scale& s = params.q_scale;
-                const float* at = s.values + index * s.row_stride + k * s.k_stride;
+                const float* at = s.values + offset(s, tile, index, k);
                 chunk.q = inside ? __ldg(at) : 0.0f;
                 if constexpr (kCrosses)
                     chunk.q_next = inside ? __ldg(at + (index < last ? s.row_stride : 0)) : 0.0f;
@@ -71,8 +77,14 @@ struct Promotion {
                 now = first_tile ? fetch(tile, 0) : ahead;
                 ahead = tile.last_k - tile.first_k > kChunk ? fetch(tile, kChunk) : fetch(next, 0);
                 if constexpr (kCrosses)
-                    before = (128 - tile.q * C::kBlockQ % 128) / 8;
+                    before = (128 - tile.row_q % 128) / 8;
             }
+        }
+
+        // The same for a tile that this warpgroup has nothing of.
+        __device__ __forceinline__ void skip(Tile next) {
+            if constexpr (kP || kQ)
+                ahead = fetch(next, 0);
         }
 
         // The scales of K block `block` of the tile; past the last one whatever there is.

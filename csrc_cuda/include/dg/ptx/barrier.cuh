@@ -33,8 +33,20 @@ __device__ __forceinline__ uint4 load_shared4(Shared address) {
     return v;
 }
 
+__device__ __forceinline__ uint2 load_shared_words2(Shared address) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
+    return v;
+}
+
 __device__ __forceinline__ void store_shared2(Shared address, float x, float y) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
+}
+
+__device__ __forceinline__ void store_shared4(Shared address, uint4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z),
+                 "r"(v.w)
+                 : "memory");
 }
 
 // Four matrices of 8 x 8 values of 16 bits: lane l gives the address of row l % 8 of matrix l / 8.

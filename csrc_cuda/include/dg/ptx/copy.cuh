@@ -29,9 +29,25 @@ __device__ __forceinline__ void tma_load(const TensorMap* map, Shared barrier, S
         : "memory");
 }
 
+// The same of matrix z of a tensor of several.
+__device__ __forceinline__ void tma_load(const TensorMap* map, Shared barrier, Shared destination, i32 x,
+                                         i32 y, i32 z, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(destination),
+        "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "l"(policy)
+        : "memory");
+}
+
 __device__ __forceinline__ void tma_store(const TensorMap* map, Shared source, i32 x, i32 y) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
                  "r"(source), "r"(x), "r"(y)
+                 : "memory");
+}
+
+__device__ __forceinline__ void tma_store(const TensorMap* map, Shared source, i32 x, i32 y, i32 z) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+                 "r"(source), "r"(x), "r"(y), "r"(z)
                  : "memory");
 }
 

@@ -5,10 +5,31 @@
 
 namespace dg::sm90 {
 
-// A tile of D, and the K blocks of it that a block multiplies.
+// A tile of D: its first rows of P and of Q, and the K blocks of it that a block multiplies.
 struct Tile {
-    u32 p, q;
+    u32 row_p, row_q;
     u32 first_k, last_k;
+    u32 group;
+    Shared rows;  // where its Rows are, of products in groups
+};
+
+// Tile `t` of tiles_p x tiles_q in an order that keeps what neighbours share in the L2: bands of so many tiles
+// along P, walked along Q.
+template <class C>
+struct Band {
+    // Of a column of a band.
+    static constexpr u32 kMostTiles = C::kSwap              ? 1
+                                      : Layout<C>::kGrouped ? kBandRows / Layout<C>::kBlockP
+                                                            : kBand;
+
+    u32 p, q;
+
+    __device__ __forceinline__ Band(u32 t, u32 tiles_p, u32 tiles_q) {
+        const u32 in_band = kMostTiles * tiles_q;
+        const u32 band = t / in_band, rest = t % in_band;
+        const u32 height = min(kMostTiles, tiles_p - band * kMostTiles);
+        p = band * kMostTiles + rest % height, q = rest / height;
+    }
 };
 
 // The tiles of one block, one after the other.
@@ -24,7 +45,6 @@ struct Tile {
 // and blocks wait for lower ones alone, which the card starts before them.
 template <class C>
 struct Tiles {
-    static constexpr u32 kMostTiles = C::kSwap ? 1 : kBand;  // of a column of a band
     static constexpr u32 kLeastPart = 4;  // K blocks: less of a tile is not worth handing over
 
     const Params& params;
@@ -41,7 +61,7 @@ struct Tiles {
         first_k = params.k_blocks * rank / C::kSplit;
         last_k = params.k_blocks * (rank + 1) / C::kSplit;
         if constexpr (C::kStream) {
-            const u32 height = min(kMostTiles, params.tiles_p);
+            const u32 height = min(Band<C>::kMostTiles, params.tiles_p);
             size = params.tiles_p % height == 0 && height <= gridDim.x ? height : 1;
             teams = gridDim.x / size, team = blockIdx.x / size;
             const u32 waves = columns() / teams;
@@ -66,12 +86,9 @@ struct Tiles {
         return k_blocks - within < kLeastPart ? at - within + k_blocks : at;
     }
 
-    // Tile `t` in an order that keeps what neighbours share in the L2: bands of kMostTiles tiles along P, walked along Q.
     __device__ __forceinline__ Tile at(u32 t, u32 first_k, u32 last_k) const {
-        const u32 in_band = kMostTiles * params.tiles_q;
-        const u32 band = t / in_band, rest = t % in_band;
-        const u32 height = min(kMostTiles, params.tiles_p - band * kMostTiles);
-        return {band * kMostTiles + rest % height, rest / height, first_k, last_k};
+        const Band<C> place(t, params.tiles_p, params.tiles_q);
+        return {place.p * Layout<C>::kBlockP, place.q * C::kBlockQ, first_k, last_k};
     }
 
     // A tile of the block: by its number, or, with kStream, by its place in the order of the block.
@@ -88,8 +105,9 @@ struct Tiles {
         return at(i, first_k, last_k);
     }
 
-    // Calls `body` with each tile of this block and the one that comes after it, or the same one at the end.
-    template <class Body>
+    // Calls `body` with each tile of this block and the one that comes after it, or the same one at the end; in one
+    // thread, or in all of a warp.
+    template <bool kWarp, class Body>
     __device__ __forceinline__ void for_each(Body body) const {
         const u32 limit = C::kStream ? items : params.tiles_p * params.tiles_q,
                   step = C::kStream ? 1 : gridDim.x / C::kSplit;

@@ -1,0 +1,64 @@
+// FP4 on its way to the tensor core: two warps read packed rows of a stage (64 bytes hold the 128 values of a K
+// block) and write them as FP8 where the products look for them.
+//
+// e2m1 has a sign, two bits of exponent and one of mantissa, so each of its values is one of e4m3. A byte of e4m3
+// is looked up for each code with PRMT, which takes four codes as its selector: 13 operations for 8 values.
+#pragma once
+
+#include <dg/scheduler/tiles.cuh>
+
+namespace dg::sm90 {
+
+// Bytes of e4m3 for the four codes in the low half of `codes`, the first in the lowest nibble.
+__device__ __forceinline__ u32 e4m3_of_four(u32 codes) {
+    constexpr u32 kLow = 0x3c383000, kHigh = 0x4c484440;  // 0, 0.5, 1, 1.5 and 2, 3, 4, 6
+    const u32 magnitude = __byte_perm(kLow, kHigh, codes & 0x7777);
+    const u32 sign = __byte_perm(0x8000, 0, codes >> 3 & 0x1111);
+    return magnitude | sign;
+}
+
+template <class C>
+struct Unpacker {
+    using L = Layout<C>;
+    static constexpr u32 kThreads = kUnpackers * 32;
+    static constexpr u32 kPieces = 8;  // of 16 values in a row
+
+    const Room<C>& room;
+
+    // All rows of one operand of a stage. The 128-byte swizzle has piece c of row r at c ^ (r % 8).
+    template <u32 kRows>
+    __device__ __forceinline__ static void unpack(Shared packed, Shared values, u32 thread) {
+        static_assert(kRows * kPieces % kThreads == 0);
+        constexpr u32 kEach = kRows * kPieces / kThreads;
+#pragma unroll 2
+        for (u32 i = 0; i < kEach; ++i) {
+            const u32 at = i * kThreads + thread, row = at / kPieces, piece = at % kPieces;
+            const uint2 codes = load_shared_words2(packed + at * 8);
+            store_shared4(values + row * kBlockK + ((piece ^ row % 8) * 16),
+                          uint4{e4m3_of_four(codes.x), e4m3_of_four(codes.x >> 16), e4m3_of_four(codes.y),
+                                e4m3_of_four(codes.y >> 16)});
+        }
+    }
+
+    template <class Work>
+    __device__ __forceinline__ void run(const Work& work) const {
+        const u32 thread = threadIdx.x % kThreads;
+        Ring<C::kStages> ring;
+        work.template for_each<true>([&](Tile tile, Tile) {
+            for (u32 k = tile.first_k; k < tile.last_k; ++k, ring.advance()) {
+                const u32 s = ring.stage;
+                mbarrier_wait(room.packed() + s * 8, ring.parity);
+                if constexpr (C::kPFp4)
+                    unpack<L::kBlockP>(room.packed_p(s), room.stage_p(s), thread);
+                if constexpr (C::kQFp4)
+                    unpack<C::kBlockQ>(room.packed_q(s), room.stage_q(s), thread);
+                fence_async_shared();
+                __syncwarp();
+                if (threadIdx.x % 32 == 0)
+                    mbarrier_arrive(room.full + s * 8);
+            }
+        });
+    }
+};
+
+}  // namespace dg::sm90

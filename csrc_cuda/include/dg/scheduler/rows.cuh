@@ -1,0 +1,72 @@
+// Which rows of A belong to a group, as the tensor on the device says: counts, or end rows (psum). It is not trusted:
+// counts and ends are clipped to the rows that there are.
+#pragma once
+
+#include <dg/scheduler/tiles.cuh>
+
+namespace dg::sm90 {
+
+// Of a tile's rows those that are the group's.
+struct Rows {
+    u32 end;    // rows of A from here on are not
+    u32 zeros;  // but those before this one become zero
+    u32 mixed;  // not 0: some of the rows before `end` are not either, and Ownership tells which
+
+    // Those of a tile of groups, out of its slot.
+    __device__ __forceinline__ static Rows of(const Tile& tile) {
+        const uint4 words = load_shared4(tile.rows);
+        return {words.x, words.y, words.z};
+    }
+};
+
+// A group's rows, from `first` to `end`, and the end of the rows behind them that become zero.
+struct Stretch {
+    u32 first, end, zeros;
+    bool disordered;  // it ends before the group before it
+};
+
+template <class C>
+struct Ownership {
+    const Params& params;
+    u32 rows;  // of A, or of a group's A
+
+    __device__ __forceinline__ explicit Ownership(const Params& all)
+        : params(all), rows(C::kSwap ? all.rows_q : all.rows_p) {}
+
+    __device__ __forceinline__ u32 up(u32 row) const {
+        return min(cdiv(row, params.alignment) * params.alignment, rows);
+    }
+    __device__ __forceinline__ u32 clipped(u32 group) const {
+        return min(static_cast<u32>(max(__ldg(params.layout + group), 0)), rows);
+    }
+
+    __device__ __forceinline__ Stretch stretch(u32 group) const {
+        if (group >= params.groups)
+            return {0, 0, 0, false};
+        if constexpr (C::kGrouping == kBatched)
+            return {0, rows, 0, false};
+        const u32 end = clipped(group);
+        if constexpr (C::kGrouping == kMasked)
+            return {0, end, 0, false};
+        const u32 before = group == 0 ? 0 : clipped(group - 1), first = up(before);
+        return {first, max(end, first), params.zero_gaps ? up(end) : 0, end < before};
+    }
+
+    // Whether a row of a mixed tile is the group's.
+    __device__ __forceinline__ bool owns(u32 group, u32 row) const {
+        return C::kGrouping == kContiguous ? static_cast<u32>(__ldg(params.layout + row)) == group
+                                           : owner(row) == group;
+    }
+    // Ends that do not ascend give a row to several groups: the last of them has it, as in a loop over groups. Not
+    // a group: none has it.
+    __device__ __forceinline__ u32 owner(u32 row) const {
+        for (u32 group = params.groups; group-- > 0;) {
+            const Stretch of = stretch(group);
+            if (of.first <= row && row < of.end)
+                return group;
+        }
+        return params.groups;
+    }
+};
+
+}  // namespace dg::sm90
