@@ -65,6 +65,13 @@ def e4m3(byte: int) -> float:
     return sign * math.ldexp(1 + mantissa / 8, exponent - 7)
 
 
+def e2m1(code: int) -> float:
+    """The value of a code: a sign, two bits of exponent with bias 1, one of mantissa."""
+    exponent, mantissa = code >> 1 & 3, code & 1
+    magnitude = mantissa / 2 if exponent == 0 else math.ldexp(1 + mantissa / 2, exponent - 1)
+    return -magnitude if code & 8 else magnitude
+
+
 def expected_common_table() -> list[int]:
     """The rows that csrc_cuda/checks/common.cu prints, from the definitions."""
     rows = [bits(e4m3(byte)) for byte in range(256)]
@@ -85,6 +92,9 @@ def expected_common_table() -> list[int]:
         for divisor in range(1, 17):
             tiles = math.ceil(size / divisor)
             rows += [tiles, tiles * divisor]
+    byte_of = {bits(e4m3(byte)): byte for byte in range(256) if byte & 0x7F != 0x7F}  # zeros have signs
+    bytes_of_codes = [byte_of[bits(e2m1(code))] for code in range(16)]
+    rows += [sum(bytes_of_codes[word >> 4 * i & 15] << 8 * i for i in range(4)) for word in range(1 << 16)]
     return rows
 
 

@@ -1,5 +1,6 @@
 // Prints a table of what the functions of dg/common return, one value a line, for tests/test_sources.py to
 // compare with Python's own arithmetic.  g++ -x c++ evaluates them on the CPU, nvcc on the card.
+#include <dg/common/fp4.cuh>
 #include <dg/common/fp8.cuh>
 #include <dg/common/math.cuh>
 #include <dg/common/ue8m0.cuh>
@@ -15,7 +16,8 @@ constexpr int kMantissas[] = {0, 1, 0x400000, 0x7fffff};
 constexpr int kScales = kExponents * 4;
 constexpr int kSizes = 65;  // cdiv and align of 0..64 by 1..16
 constexpr int kDivisors = 16;
-constexpr int kRows = kBytes + 2 * kScales + 2 * kSizes * kDivisors;
+constexpr int kFours = 1 << 16;  // every four E2M1 codes
+constexpr int kRows = kBytes + 2 * kScales + 2 * kSizes * kDivisors + kFours;
 
 DG_HOST_DEVICE float scale_of(int index, int mantissa) {
     return __builtin_bit_cast(float, static_cast<dg::u32>(index / 4) << 23 | static_cast<dg::u32>(mantissa));
@@ -36,6 +38,8 @@ DG_HOST_DEVICE dg::u32 evaluate(int row) {
     if (row < kScales)
         return dg::ue8m0::is_exact(scale_of(row, mantissas[row % 4]));
     row -= kScales;
+    if (row >= 2 * kSizes * kDivisors)
+        return dg::e2m1::to_e4m3(static_cast<dg::u32>(row - 2 * kSizes * kDivisors));
     const int size = row / 2 / kDivisors, divisor = row / 2 % kDivisors + 1;
     return static_cast<dg::u32>(row % 2 ? dg::align(size, divisor) : dg::cdiv(size, divisor));
 }

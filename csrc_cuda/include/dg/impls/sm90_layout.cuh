@@ -38,8 +38,8 @@ constexpr u32 kBlockK = 128;  // bytes of K in one stage: a row of a tile fills 
 constexpr u32 kWarpgroup = 128;
 // Tiles along P that are neighbours in the order of tiles.
 constexpr u32 kBand = 16;
-// Rows of P that they have of groups, which are as many as a large call has: of 32768 x 6144 x 7168 in 4 groups
-// 256 x 128 tiles take 2062 us in bands of 2048 rows and 2105 in bands of 4096 (one H200, at the power limit).
+// Rows of P that they have of products in groups, whose A is longer than the L2: 32768 x 6144 x 7168 in 4 groups
+// takes 2062 us in bands of 2048 rows and 2106 in bands of 4096 (256 x 128 tiles, one H200, one run of each).
 constexpr u32 kBandRows = 2048;
 // Blocks that a workspace has flags for, and flags of a block, one for each consumer warp.
 constexpr u32 kMostBlocks = 256, kFlagsBlock = 16;

@@ -1,21 +1,11 @@
 // FP4 on its way to the tensor core: two warps read packed rows of a stage (64 bytes hold the 128 values of a K
 // block) and write them as FP8 where the products look for them.
-//
-// e2m1 has a sign, two bits of exponent and one of mantissa, so each of its values is one of e4m3. A byte of e4m3
-// is looked up for each code with PRMT, which takes four codes as its selector: 13 operations for 8 values.
 #pragma once
 
+#include <dg/common/fp4.cuh>
 #include <dg/scheduler/tiles.cuh>
 
 namespace dg::sm90 {
-
-// Bytes of e4m3 for the four codes in the low half of `codes`, the first in the lowest nibble.
-__device__ __forceinline__ u32 e4m3_of_four(u32 codes) {
-    constexpr u32 kLow = 0x3c383000, kHigh = 0x4c484440;  // 0, 0.5, 1, 1.5 and 2, 3, 4, 6
-    const u32 magnitude = __byte_perm(kLow, kHigh, codes & 0x7777);
-    const u32 sign = __byte_perm(0x8000, 0, codes >> 3 & 0x1111);
-    return magnitude | sign;
-}
 
 template <class C>
 struct Unpacker {
@@ -35,8 +25,8 @@ struct Unpacker {
             const u32 at = i * kThreads + thread, row = at / kPieces, piece = at % kPieces;
             const uint2 codes = load_shared_words2(packed + at * 8);
             store_shared4(values + row * kBlockK + ((piece ^ row % 8) * 16),
-                          uint4{e4m3_of_four(codes.x), e4m3_of_four(codes.x >> 16), e4m3_of_four(codes.y),
-                                e4m3_of_four(codes.y >> 16)});
+                          uint4{e2m1::to_e4m3(codes.x), e2m1::to_e4m3(codes.x >> 16), e2m1::to_e4m3(codes.y),
+                                e2m1::to_e4m3(codes.y >> 16)});
         }
     }
 
