@@ -65,7 +65,7 @@ LEAST_CUT = 4 * 128  # 64 x 8 outputs in a tile whose sums blocks may exchange
 SPLIT_WIDTHS = PAIR_WIDTHS = range(64, 145)
 FLAT_WIDTHS = range(64, 145)  # of tiles of 64 rows
 THREE_WIDTHS = (96, 112, 128)  # of tiles of 192 rows
-MOST_PLAIN_WIDTH = 224  # of tiles of groups that leave without bulk copies: 256 columns spill on their way out
+MOST_PLAIN_WIDTH = 224  # of tiles of groups that leave without bulk copies: with 256 columns they spill
 # Tiles of 256 rows, by bytes of an element. FP8 keeps totals and sums in registers; wider tiles of bfloat16
 # would leave room for three stages or two.
 TALL_WIDTHS = {1: (64, 128), 2: (64, 96, 128, 136, 144)}
