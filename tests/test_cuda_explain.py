@@ -17,6 +17,7 @@ from dg_core.backends.cuda import BACKEND, CudaBackend, explain, gemm, jit, plan
 from dg_core.backends.cuda.compiler import Options
 from dg_core.backends.cuda.operands import SF_EXPAND, plan_operands
 from dg_core.backends.cuda.source import GemmConfig
+from dg_core.backends.cuda.transpose import TRANSPOSE_BYTES
 from dg_core.errors import BackendUnavailable, UnsupportedError
 from dg_core.layout import BLOCK_1X128, BLOCK_128X128, empty_mn_major
 
@@ -48,8 +49,12 @@ def call_of(name: str, **choices: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]
     return tuple(values[arg] for arg in op.positions), tuple(values[option.name] for option in op.options)
 
 
+def problem_of_any(name: str, **choices: Any) -> Problem:
+    return dispatch.check(ops.TABLE[name], *call_of(name, **choices))[0]
+
+
 def problem_of(name: str, **choices: Any) -> Gemm:
-    problem, _ = dispatch.check(ops.TABLE[name], *call_of(name, **choices))
+    problem = problem_of_any(name, **choices)
     assert isinstance(problem, Gemm)
     return problem
 
@@ -174,6 +179,14 @@ def test_eight_kernels_at_most_for_each_task(op: str, n: int, k: int) -> None:
     assert all(f" {name}(" in text or f"\n{name}(" in text for name, text in sources.items())
     for m in SIZES:
         assert explain.sources(replace(problem, m=m)) == sources, "the kernels depend on M"
+
+
+def test_operands_that_are_transposed_have_a_kernel_for_it() -> None:
+    """FP8 with its rows contiguous; FP4 is unpacked, and BF16 is loaded as it is."""
+    transposing = {
+        name for name in HAVING if TRANSPOSE_BYTES in BACKEND.sources(problem_of_any(name), "sm90a")
+    }
+    assert transposing == {"fp8_gemm_nn", "fp8_gemm_tn", "fp8_gemm_tt", "m_grouped_fp8_gemm_nn_contiguous"}
 
 
 def usual_operands(op: str, m: int, n: int, k: int, sfa_rows: bool) -> tuple[Any, ...]:

@@ -18,6 +18,8 @@ from .operands import BLOCK, GRAN_K, NONE, ROW, ROW32, SF_EXPAND, SF_EXPAND_SOUR
 from .plans import GemmTask, choose, sweep
 from .source import gemm_source
 from .tiling import WHOLE_CARD
+from .transpose import SOURCE as TRANSPOSE_SOURCE
+from .transpose import TRANSPOSE_BYTES
 
 #: SMs of an H100 or H200 of the SXM form, for which kernels are compiled where no card is at hand.
 PROCESSORS = WHOLE_CARD
@@ -33,14 +35,14 @@ def tasks(problem: Gemm) -> tuple[GemmTask, ...]:
     about.
     """
     family = scale_family(problem.sfa, problem.sfb)
-    flips = next((part for part in problem.op.split("_") if part in _STORED), "nt")
+    a_mn, b_mn = _mn_major(problem)
     bf16 = family == NONE
     one = GemmTask(
         expected_rows(problem), problem.n, problem.k,
         element_bytes=2 if bf16 else 1,
         scales=family,
-        a_mn=bf16 and flips.startswith("t"),
-        b_mn=bf16 and flips.endswith("n"),
+        a_mn=bf16 and a_mn,
+        b_mn=bf16 and b_mn,
         plain_store=problem.accumulate or problem.head_splits is not None,
         a_fp4=problem.packed_axes[0] == ALONG_K,
         b_fp4=problem.packed_axes[1] == ALONG_K,
@@ -87,7 +89,23 @@ def sources(problem: Problem) -> dict[str, str]:
             found[config.name] = gemm_source(config)
     if _expands(problem):
         found[SF_EXPAND] = SF_EXPAND_SOURCE
+    if _transposes(problem):
+        found[TRANSPOSE_BYTES] = TRANSPOSE_SOURCE
     return found
+
+
+def _mn_major(problem: Gemm) -> tuple[bool, bool]:
+    """Whether a and b have their rows contiguous, as the operation's name says."""
+    flips = next((part for part in problem.op.split("_") if part in _STORED), "nt")
+    return flips.startswith("t"), flips.endswith("n")
+
+
+def _transposes(problem: Gemm) -> bool:
+    """True where an operand of 8 bits is written anew with K contiguous; FP4 is unpacked or copied."""
+    eight_bits = scale_family(problem.sfa, problem.sfb) != NONE
+    return eight_bits and any(
+        mn and not packed for mn, packed in zip(_mn_major(problem), problem.packed_axes, strict=True)
+    )
 
 
 def _expands(problem: Gemm) -> bool:

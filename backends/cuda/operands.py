@@ -39,6 +39,7 @@ from .forms import Stored as Stored
 from .forms import contiguous, empty, loadable, misfit, workspace
 from .forms import stored as stored
 from .launch import Launcher, LaunchSpec, make_launcher, raw_stream
+from .transpose import Transposition
 
 # What a Step does.
 AS_IS, COPY, TRANSPOSE, UNPACK, EXPAND = "as it is", "copy", "transpose", "unpack", "expand"
@@ -81,6 +82,7 @@ class Step:
     words: str = ""
     expansion: Expansion | None = None
     grouped: bool = False
+    transposition: Transposition | None = None
 
     @property
     def workspace(self) -> int:
@@ -95,6 +97,8 @@ class Step:
         out = empty(self.result, x.device, self.grouped)
         if self.expansion is not None:
             self.expansion.run(x, out)
+        elif self.transposition is not None:
+            self.transposition.run(x, out)
         elif self.kind == UNPACK:
             fp4_to_e4m3(x, out)
         elif x.element_size() == 1:  # as bytes, which torch copies wherever it copies anything
@@ -129,7 +133,8 @@ def _values(name: str, x: Tensor, packed_axis: int, shape: tuple[int, int], grou
     if along == ROWS and ROWS not in majors:
         result = workspace(have.shape, x.dtype, K, have.groups)
         why = f"{name} is MN-major {dtype_name(x.dtype)}"
-        return Step(TRANSPOSE, result, _said(why, "transposed into", result), grouped=grouped)
+        words = _said(why, "transposed into", result)
+        return Step(TRANSPOSE, result, words, None, grouped, Transposition(have, result))
     # An operand that has its rows contiguous keeps that order: copying is then a copy of whole lines.
     result = workspace(have.shape, x.dtype, K if along is None else along, have.groups)
     why = "it is contiguous along neither axis" if along is None else misfit(have, along)
