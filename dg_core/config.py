@@ -346,6 +346,10 @@ def get_block_size_multiple_of() -> tuple[int, int]:
     return _settings.block_size_multiple_of
 
 
+#: More rows than operands have, so that a larger alignment means nothing: group starts are 32-bit numbers.
+MOST_ALIGNMENT = 2**31 - 32
+
+
 def set_mk_alignment_for_contiguous_layout(alignment: int) -> None:
     """Set the row alignment of groups in the contiguous and psum layouts, and the K alignment of k-grouped
     operands.
@@ -353,9 +357,9 @@ def set_mk_alignment_for_contiguous_layout(alignment: int) -> None:
     Any positive multiple of 8 gives right results; the kernels are fast from 64 on.
 
     Raises:
-        ArgumentError: the alignment is not a positive multiple of 8.
+        ArgumentError: the alignment is not a positive multiple of 8, or more than ``MOST_ALIGNMENT``.
     """
-    value = _integer("set_mk_alignment_for_contiguous_layout", "alignment", alignment, 8, None)
+    value = _integer("set_mk_alignment_for_contiguous_layout", "alignment", alignment, 8, MOST_ALIGNMENT)
     if value % 8:
         raise ArgumentError(
             f"set_mk_alignment_for_contiguous_layout: alignment is {value}; it must be a multiple of 8"

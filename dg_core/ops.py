@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import problems
+from .config import MOST_ALIGNMENT
 from .layout import FP8_DTYPES, PACKED_FP4, ceil_div, empty_logits, empty_mn_major, packed_k_rows
 from .opspec import Arg, Op, Option, Options, Tensors
 
@@ -75,7 +76,12 @@ _CONTIGUOUS = (
     Option("ensure_zero_padding", "bool", True, "psum: rows from a group's end to its aligned end become 0"),
     Option("expected_m_for_psum_layout", "SymInt?", None, "psum: rows a group to expect, a hint"),
     Option(
-        "alignment", "int?", None, "row alignment of this call's groups, else the process-wide one", low=1
+        "alignment",
+        "int?",
+        None,
+        "row alignment of this call's groups, else the process-wide one",
+        low=1,
+        high=MOST_ALIGNMENT,
     ),
 )
 _EXPECTED_M = Option("expected_m", "SymInt", 0, "valid rows a group to expect: a hint, any value")
@@ -398,7 +404,10 @@ get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor = Op(
     (
         _KS,
         Option("gran_k", "int", 128, "positions along K that share a scale", choices=(32, 128)),
-        Option("k_alignment", "int?", None, "psum: a multiple of 32 at which groups start along K", low=32),
+        Option(
+            "k_alignment", "int?", None, "psum: a multiple of 32 at which groups start along K", low=32,
+            high=MOST_ALIGNMENT,
+        ),
         _PSUM,
     ),
     problems.sf_pack_k_grouped, "", "sf_k_grouped", (), _fake_pack_k,

@@ -181,6 +181,14 @@ def test_eight_kernels_at_most_for_each_task(op: str, n: int, k: int) -> None:
         assert explain.sources(replace(problem, m=m)) == sources, "the kernels depend on M"
 
 
+def test_groups_beyond_the_rows_cost_nothing() -> None:
+    """Labelled rows meet no more groups than there are rows; batches have theirs."""
+    labelled = replace(problem_of("m_grouped_bf16_gemm_nt_contiguous"), m=3, groups=256)
+    assert explain.tasks(labelled)[0].groups == 3
+    assert explain.tasks(replace(labelled, grouping="psum"))[0].groups == 3
+    assert explain.tasks(replace(labelled, grouping="masked"))[0].groups == 256
+
+
 def test_operands_that_are_transposed_have_a_kernel_for_it() -> None:
     """FP8 with its rows contiguous; FP4 is unpacked, and BF16 is loaded as it is."""
     transposing = {

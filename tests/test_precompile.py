@@ -176,8 +176,11 @@ def test_wrong_calls(
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("fp8_gemm_nt 128 4096", "line 3: 'fp8_gemm_nt 128 4096' is not OP M N K [SCALES]"),
+        ("fp8_gemm_nt 128 4096", "line 3: 'fp8_gemm_nt 128 4096' is not OP M N K [SCALES] [G=GROUPS]"),
         ("fp8_gemm_nt 128 -1 7168", "is not OP M N K"),
+        ("fp8_bmm_nt 128 64 7168 block G=two", "is not OP M N K [SCALES] [G=GROUPS]"),
+        ("fp8_bmm_nt 128 G=2", "is not OP M N K [SCALES] [G=GROUPS]"),
+        ("fp8_gemm_nt 128 64 7168 G=2", "line 3: fp8_gemm_nt has no size G"),
         ("fp8_gemm_nt 128 1 7168 blocky", "line 3: no scales are called 'blocky'; known: block, "),
         ("fp8_gemm 128 4096 7168", "line 3: no operation is called 'fp8_gemm'"),
         ("fp8_mqa_logits 128 4096 7168", "line 3: fp8_fp4_mqa_logits has no size M"),
@@ -195,6 +198,13 @@ def test_scales_of_a_shape(tmp_path: Path) -> None:
     read = precompile.read_shapes(Path(shapes(tmp_path, "fp8_gemm_nt 1 128 256 channelwise\n" + DENSE)))
     formats = [call.problem.sfb for call in read if isinstance(call.problem, Gemm)]
     assert [fmt.family for fmt in formats if fmt] == ["channelwise", "block"]
+
+
+def test_groups_of_a_shape(tmp_path: Path) -> None:
+    lines = "fp8_bmm_nt 1 128 256 channelwise G=3\nbf16_bmm_nt 1 64 64 G=256\nbf16_bmm_nt 1 64 64\n"
+    read = precompile.read_shapes(Path(shapes(tmp_path, lines)))
+    assert [call.problem.groups for call in read if isinstance(call.problem, Gemm)] == [3, 256, 8]
+    assert len({precompile.label(call) for call in read}) == 3
 
 
 # The kernels of the CUDA backend ----------------------------------------------------------------------------

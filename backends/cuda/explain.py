@@ -13,7 +13,7 @@ from dg_core.layout import BLOCK_1X128, ceil_div
 
 from . import transforms
 from .blas import is_blas
-from .gemm import expected_rows, wishes
+from .gemm import expected_rows, groups_at_work, wishes
 from .operands import BLOCK, GRAN_K, NONE, ROW, ROW32, SF_EXPAND, SF_EXPAND_SOURCE, scale_family
 from .plans import GemmTask, choose, sweep
 from .source import gemm_source
@@ -47,7 +47,7 @@ def tasks(problem: Gemm) -> tuple[GemmTask, ...]:
         a_fp4=problem.packed_axes[0] == ALONG_K,
         b_fp4=problem.packed_axes[1] == ALONG_K,
         grouping=problem.grouping,
-        groups=problem.groups,
+        groups=groups_at_work(problem),
         alignment=problem.alignment if problem.grouping == "contiguous" else 0,
     )  # fmt: skip
     if family == BLOCK and ceil_div(problem.k, GRAN_K[BLOCK]) % _FOUR == 0:

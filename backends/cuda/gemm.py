@@ -32,7 +32,6 @@ ARCH = "sm90a"
 # Positions in the primitive's tensors.
 A, SFA, B, SFB, D, C, LAYOUT = range(7)
 OWN_A = ("batched", "masked")  # groupings whose groups have a matrix A, and D, each
-MOST_ALIGNMENT = 2**31 - 1  # more than there are rows: any larger one means the same
 LAID_OUT = ("contiguous", "psum", "masked")  # and those whose rows a tensor on the device tells of
 
 
@@ -132,6 +131,12 @@ def expected_rows(problem: Gemm) -> int:
     return problem.m if problem.grouping == "masked" else max(ceil_div(problem.m, problem.groups), 1)
 
 
+def groups_at_work(problem: Gemm) -> int:
+    """Groups that rows can belong to: of labelled rows no more than there are rows."""
+    shared = problem.grouping in ("contiguous", "psum")
+    return max(min(problem.groups, problem.m), 1) if shared else problem.groups
+
+
 def task_of(problem: Gemm, operands: Operands, out: Output) -> GemmTask:
     """What the chooser is asked."""
     a, b = operands.a.result, operands.b.result
@@ -147,7 +152,7 @@ def task_of(problem: Gemm, operands: Operands, out: Output) -> GemmTask:
         a_fp4=a.dtype == PACKED_FP4,
         b_fp4=b.dtype == PACKED_FP4,
         grouping=problem.grouping,
-        groups=problem.groups,
+        groups=groups_at_work(problem),
         alignment=problem.alignment if problem.grouping == "contiguous" else 0,
     )  # fmt: skip
 
@@ -245,7 +250,7 @@ def launch_spec(
     if workspace_slot is not None:
         pointers.append((Params.workspace.offset, workspace_slot))
     params.d_stride, params.d_group_stride = out.d_stride, out.d_apart
-    params.groups, params.alignment = problem.groups, min(max(problem.alignment, 1), MOST_ALIGNMENT)
+    params.groups, params.alignment = problem.groups, max(problem.alignment, 1)
     params.zero_gaps = problem.zero_padding
     params.k_blocks = ceil_div(problem.k * config.element_bytes, K_BYTES)
     left, hole, right = out.heads

@@ -27,8 +27,8 @@ SHOWN_FAILURES = 3  # in full; a header that does not compile fails every kernel
 
 
 def read_shapes(file: Path) -> list[calls.Call]:
-    """The calls that a file lists, one ``OP M N K [SCALES]`` a line; empty lines and those that start with #
-    count for nothing.
+    """The calls that a file lists, one ``OP M N K [SCALES] [G=GROUPS]`` a line; empty lines and those that
+    start with # count for nothing.
 
     Raises:
         ArgumentError: a line is something else; the message has its number.
@@ -39,13 +39,15 @@ def read_shapes(file: Path) -> list[calls.Call]:
         if not words or words[0].startswith("#"):
             continue
         where = f"{file}, line {number}"
-        if len(words) not in (4, 5) or not all(word.isdecimal() and len(word) < 20 for word in words[1:4]):
-            raise ArgumentError(f"{where}: {line.strip()!r:.100} is not OP M N K [SCALES]")
+        groups = words.pop()[2:] if words[-1].startswith("G=") else None
+        numbers = words[1:4] if groups is None else [*words[1:4], groups]
+        if len(words) not in (4, 5) or not all(word.isdecimal() and len(word) < 20 for word in numbers):
+            raise ArgumentError(f"{where}: {line.strip()!r:.100} is not OP M N K [SCALES] [G=GROUPS]")
         scales = words[4] if len(words) == 5 else "block"
         if scales not in calls.SCALES:
             raise ArgumentError(f"{where}: no scales are called {scales!r}; known: {', '.join(calls.SCALES)}")
         try:
-            sizes = dict(zip("MNK", map(int, words[1:4]), strict=True))
+            sizes = dict(zip("MNKG", map(int, numbers), strict=False))
             found.append(calls.make_call(calls.find(words[0]), sizes, scales))
         except DGError as error:
             raise ArgumentError(f"{where}: {error}") from error
@@ -60,7 +62,7 @@ def model_calls(model: str) -> list[calls.Call]:
 def label(call: calls.Call) -> str:
     """A call without its M: kernels are compiled for every M."""
     fmt = getattr(call.problem, "sfb", None)
-    sizes = {name: size for name, size in call.sizes.items() if name not in ("M", "G")}
+    sizes = {name: size for name, size in call.sizes.items() if name != "M"}
     return f"{call.op.name} {calls.dims_text(sizes)}" + (f" {fmt.family}" if fmt else "")
 
 
@@ -154,7 +156,7 @@ def _arch_here() -> str:
 @click.option("--model", type=click.Choice(list(MODELS)), help="Compile what this model's layers call.")
 @click.option(
     "--shapes", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
-    help="Compile for the calls that FILE lists, one `OP M N K [SCALES]` a line.",
+    help="Compile for the calls that FILE lists, one `OP M N K [SCALES] [G=GROUPS]` a line.",
 )  # fmt: skip
 @click.option(
     "--arch", type=click.Choice(CUDA_ARCHS), help="Architecture; that of the card at hand if left out."

@@ -149,6 +149,8 @@ def option_rule(option: Option) -> str:
         words = "a sequence of integers" + ("" if option.low is None else f" of at least {option.low}")
     elif kind in ("int", "SymInt"):
         words = "an integer" + ("" if option.low is None else f" of at least {option.low}")
+        if option.high is not None:
+            words = f"an integer in [{option.low}, {option.high}]"
     else:
         words = {"bool": "True or False", "str": "a string", "ScalarType": "a dtype"}[kind]
     return f"{words} or None" if option.schema.endswith("?") else words
@@ -169,7 +171,8 @@ def _is_legal(option: Option, value: Any) -> bool:
         return False
     if option.choices:
         return value in option.choices
-    return option.low is None or all(v >= option.low for v in values)
+    low_enough = option.high is None or all(v <= option.high for v in values)
+    return low_enough and (option.low is None or all(v >= option.low for v in values))
 
 
 def check_options(op: Op, options: Options) -> None:

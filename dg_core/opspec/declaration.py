@@ -57,6 +57,7 @@ class Option:
     Attributes:
         schema: its type in a torch schema, such as ``int[]?``.
         low: the lowest legal integer, each one of a sequence included; None where every integer is legal.
+        high: the highest one, where there is a lowest one too.
         choices: the legal values, where they are few.
         letters: the letters that a string may be made of.
     """
@@ -66,6 +67,7 @@ class Option:
     default: Any
     words: str = ""
     low: int | None = None
+    high: int | None = None
     choices: tuple[Any, ...] = ()
     letters: str = ""
 

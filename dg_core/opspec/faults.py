@@ -104,6 +104,8 @@ def _wrong_values(option: Option) -> Iterator[Any]:
     yield wrap(1.5)
     if option.low is not None:
         yield wrap(option.low - 1)
+    if option.high is not None:
+        yield wrap(option.high + 1)
     if option.choices:
         yield max(option.choices) + 1
 
