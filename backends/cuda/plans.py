@@ -159,7 +159,9 @@ def _normal(kind: GemmTask, n: int, all_boxes: bool, settings: Settings) -> tupl
         if pairs:
             found.append(_Shape(width, pairs=True, ordered=ordered))
         found.append(_Shape(width, ordered=ordered))
-        if kind.scales == "block" and width in THREE_WIDTHS and not fp4:
+        # Beside three warpgroups the reader of labels would spill.
+        three = kind.scales == "block" and not fp4 and kind.grouping != "contiguous"
+        if three and width in THREE_WIDTHS:
             found.append(_Shape(width, consumers=3))  # stores of one warpgroup under products of two
         if width in TALL_WIDTHS[kind.element_bytes] or width not in WIDTHS:
             found.append(_Shape(width, subs=2))
