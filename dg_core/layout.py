@@ -335,12 +335,17 @@ def mn_major_aligned(sf: Tensor) -> Tensor:
     return out
 
 
+def aligned_rows(rows: Tensor, alignment: int) -> Tensor:
+    """Row numbers, not negative, up to the next multiples of ``alignment``."""
+    return (rows + alignment - 1) // alignment * alignment
+
+
 def psum_rows(ends: Tensor, alignment: int, rows: int) -> tuple[Tensor, Tensor]:
     """Starts and ends of the groups of a psum layout, clipped to ``[0, rows]``: group i starts at the aligned
     end i-1."""
     end = ends.to(torch.int64).clamp(0, rows)
     previous = torch.cat((end.new_zeros(1), end))[: len(end)]
-    return ((previous + alignment - 1) // alignment * alignment).clamp(max=rows), end
+    return aligned_rows(previous, alignment).clamp(max=rows), end
 
 
 def in_a_group(starts: Tensor, ends: Tensor, rows: int) -> Tensor:

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from dg_core import config
 from dg_core.backends.cuda import jit, nvcc, nvrtc
-from dg_core.backends.cuda.compiler import Found, Image, Options
+from dg_core.backends.cuda.compiler import Found, Image, Options, Report, arch_option
 from dg_core.backends.cuda.nvrtc import Nvrtc
 
 NAME, ARCH = "sm90_fp8_gemm_test", "sm90a"
@@ -118,6 +119,18 @@ def require_nvcc() -> nvcc.Nvcc:
 
 def require_compiler(kind: str) -> Nvrtc | nvcc.Nvcc:
     return require_nvrtc() if kind == "nvrtc" else require_nvcc()
+
+
+def report_of(kind: str, source: str, name: str, arch: str = "sm90a") -> Report:
+    """What the assembler says of a kernel of the project's headers; skipped without the compiler."""
+    options = Options(
+        arch=arch_option(arch),
+        standard=config.env("DG_JIT_CPP_STANDARD"),
+        lineinfo=False,
+        includes=(jit.INCLUDE,),
+        extra=(),
+    )
+    return require_compiler(kind).compile(source, name, options).report
 
 
 def shared_library(folder: Path, name: str, text: str, *options: str) -> Path:

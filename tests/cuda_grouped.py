@@ -19,7 +19,7 @@ from dg_core.backends.cuda.launch import LaunchSpec
 
 from . import formulas
 from .cuda_grouped_layouts import Layout, layouts, seeds
-from .cuda_products import FP8_SUMMING, memory
+from .cuda_products import FP8_SUMMING, memory, moved
 from .operands import (
     BF16_BOUND,
     FAMILIES,
@@ -94,12 +94,6 @@ def apart(x: Tensor) -> Tensor:
     view = torch.zeros(2 * len(x) + 1, dtype=x.dtype)[1::2]
     view.copy_(x)
     return view
-
-
-def moved(x: Tensor, device: str) -> Tensor:
-    """The same view into a copy, on ``device``, of all the memory that ``x`` is a view into."""
-    whole = memory(x).to(device, copy=True).view(x.dtype)
-    return whole.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 # Kinds of operands ------------------------------------------------------------------------------------------

@@ -55,10 +55,14 @@ def memory(x: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
 
 
-def on_card(x: Tensor) -> Tensor:
-    """The same view into a copy of the whole memory: what surrounds ``x`` comes along."""
-    whole = memory(x).cuda().view(x.dtype)
+def moved(x: Tensor, device: str) -> Tensor:
+    """The same view into a copy, on ``device``, of the whole memory: what surrounds ``x`` comes along."""
+    whole = memory(x).to(device, copy=True).view(x.dtype)
     return whole.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def on_card(x: Tensor) -> Tensor:
+    return moved(x, "cuda")
 
 
 class CardOutput(Output):

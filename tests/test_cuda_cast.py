@@ -22,9 +22,9 @@ from torch import Tensor
 from dg_core import config, quant
 from dg_core.backends.cuda import cast, transforms
 from dg_core.backends.cuda.cast import CastConfig, CastTask, Params
-from dg_core.backends.cuda.compiler import Options, arch_option
 
-from .cuda_compilers import ROOT, require_compiler, shared_library
+from .cuda_compilers import ROOT, report_of, shared_library
+from .cuda_products import on_card
 from .operands import generator, stored
 
 INCLUDE = ROOT / "csrc_cuda" / "include"
@@ -306,14 +306,7 @@ def test_what_has_no_kernel(dtype: torch.dtype, shape: tuple[int, int], gran_k: 
 @pytest.mark.parametrize("kind", ["nvrtc", "nvcc"])
 @pytest.mark.parametrize("config_", [*USUAL, *CONFIGS[::13]], ids=lambda each: each.name)
 def test_it_compiles_without_local_memory(kind: str, config_: CastConfig) -> None:
-    options = Options(
-        arch=arch_option("sm90a"),
-        standard=config.env("DG_JIT_CPP_STANDARD"),
-        lineinfo=False,
-        includes=(INCLUDE,),
-        extra=(),
-    )
-    report = require_compiler(kind).compile(config_.source, config_.name, options).report
+    report = report_of(kind, config_.source, config_.name)
     assert (report.spills, report.local, report.warnings) == (0, 0, ())
     assert report.registers <= (32 if config_ in USUAL else 64)
 
@@ -327,12 +320,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("DG_JIT_CACHE_DIR", str(folder))
     config.reload()
     return folder
-
-
-def on_card(x: Tensor) -> Tensor:
-    """The same view into a copy of the whole memory."""
-    whole = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()).cuda().view(x.dtype)
-    return whole.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def check_card(x: Tensor, gran_k: int, form: str, mn_major: bool) -> None:

@@ -31,7 +31,6 @@ from .cuda_grouped import (
     check_repeats,
     held,
     hopper_alone,
-    moved,
     specs,
 )
 from .cuda_grouped_layouts import (
@@ -46,7 +45,7 @@ from .cuda_grouped_layouts import (
     random_labels,
     runs,
 )
-from .cuda_products import hopper, needs_card
+from .cuda_products import hopper, moved, needs_card
 
 __all__ = ["hopper", "hopper_alone", "specs"]
 pytestmark = [pytest.mark.gpu, needs_card, pytest.mark.usefixtures("hopper_alone")]

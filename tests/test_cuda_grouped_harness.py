@@ -24,7 +24,6 @@ from .cuda_grouped import (
     check_repeats,
     empty_view,
     examples,
-    moved,
 )
 from .cuda_grouped_layouts import (
     GROUPINGS,
@@ -37,7 +36,7 @@ from .cuda_grouped_layouts import (
     random_labels,
     runs,
 )
-from .cuda_products import memory
+from .cuda_products import memory, moved
 from .test_cuda_grouped import SMALL
 
 ALL = (*FP8_KINDS, *FP4_KINDS, BF16)

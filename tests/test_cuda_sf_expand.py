@@ -20,7 +20,6 @@ from torch import Tensor
 
 from dg_core import config
 from dg_core.backends.cuda import operands
-from dg_core.backends.cuda.compiler import Options, arch_option
 from dg_core.backends.cuda.driver import Function
 from dg_core.backends.cuda.launch import check_spec
 from dg_core.backends.cuda.operands import Expansion, Params
@@ -35,7 +34,8 @@ from dg_core.layout import (
 )
 
 from . import formulas
-from .cuda_compilers import ROOT, require_compiler, shared_library
+from .cuda_compilers import ROOT, report_of, shared_library
+from .cuda_products import on_card
 from .operands import generator
 
 INCLUDE = ROOT / "csrc_cuda" / "include"
@@ -47,22 +47,24 @@ using namespace dg::sf;
 
 extern "C" void expand(const Params* params, dg::u32 blocks, dg::u32 threads) {
     for (dg::u32 block = 0; block < blocks; ++block) {
-        for (dg::i64 index = block; index < count_tiles(*params); index += blocks) {
+        for (dg::i64 index = block; index < grid(*params).count(); index += blocks) {
             Tile tile;
             for (dg::u32 thread = 0; thread < threads; ++thread)
-                read_tile(*params, corner(*params, index), thread, tile);
+                read_tile(*params, grid(*params).corner(index), thread, tile);
             for (dg::u32 thread = 0; thread < threads; ++thread)
-                write_tile(*params, corner(*params, index), thread, tile);
+                write_tile(*params, grid(*params).corner(index), thread, tile);
         }
     }
 }
 extern "C" dg::u32 bits(const Params* params, dg::i64 group, dg::i64 row, dg::i64 step) {
     return scale_bits(*params, load(*params, group, row, step), step);
 }
-extern "C" dg::i64 tiles(const Params* params) { return count_tiles(*params); }
-extern "C" dg::i64 group(const Params* params, dg::i64 index) { return corner(*params, index).group; }
-extern "C" dg::i64 first_row(const Params* params, dg::i64 index) { return corner(*params, index).row; }
-extern "C" dg::i64 first_step(const Params* params, dg::i64 index) { return corner(*params, index).step; }
+extern "C" dg::i64 tiles(const Params* params) { return grid(*params).count(); }
+extern "C" dg::i64 group(const Params* params, dg::i64 index) { return grid(*params).corner(index).group; }
+extern "C" dg::i64 first_row(const Params* params, dg::i64 index) { return grid(*params).corner(index).row; }
+extern "C" dg::i64 first_step(const Params* params, dg::i64 index) {
+    return grid(*params).corner(index).column;
+}
 """
 # (what a scale covers, K of a step); a finer step than the scale's, or the same
 CHANGES = (
@@ -281,14 +283,7 @@ def test_a_launch_covers_many_small_groups(serial: Any) -> None:
 @pytest.mark.parametrize("kind", ["nvrtc", "nvcc"])
 @pytest.mark.parametrize("arch", ["sm90a", "sm100a"])
 def test_it_compiles_without_local_memory(kind: str, arch: str) -> None:
-    options = Options(
-        arch=arch_option(arch),
-        standard=config.env("DG_JIT_CPP_STANDARD"),
-        lineinfo=False,
-        includes=(INCLUDE,),
-        extra=(),
-    )
-    report = require_compiler(kind).compile(operands.SF_EXPAND_SOURCE, operands.SF_EXPAND, options).report
+    report = report_of(kind, operands.SF_EXPAND_SOURCE, operands.SF_EXPAND, arch)
     assert (report.spills, report.local, report.warnings) == (0, 0, ())
 
 
@@ -301,12 +296,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("DG_JIT_CACHE_DIR", str(folder))
     config.reload()
     return folder
-
-
-def on_card(x: Tensor) -> Tensor:
-    """A copy with the same strides."""
-    reach = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-    return x.as_strided((reach,), (1,)).cuda().as_strided(x.shape, x.stride())
 
 
 @pytest.mark.gpu

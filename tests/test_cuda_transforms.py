@@ -21,12 +21,12 @@ from torch import Tensor
 from dg_core import config
 from dg_core.backend import SfTransform
 from dg_core.backends.cuda import transforms
-from dg_core.backends.cuda.compiler import Options, arch_option
 from dg_core.errors import ArgumentError
 from dg_core.layout import empty_mn_major
 
 from . import formulas
-from .cuda_compilers import ROOT, require_compiler, shared_library
+from .cuda_compilers import ROOT, report_of, shared_library
+from .cuda_products import on_card
 from .operands import generator, stored
 
 INCLUDE = ROOT / "csrc_cuda" / "include"
@@ -39,7 +39,7 @@ using namespace dg;
 using namespace dg::sf_pack;
 
 static void one_tile(const Params& params, i64 index, bool packing) {
-    const Corner at = corner(params, index);
+    const Corner at = grid(params).corner(index);
     Tile tile;
     u32 used = params.psum ? 0u : ~0u;
     for (u32 thread = 0; thread < kThreads; ++thread)
@@ -55,10 +55,10 @@ static void one_tile(const Params& params, i64 index, bool packing) {
 }
 static void rows(const Params& params, u32 blocks, bool packing) {
     for (u32 block = 0; block < blocks; ++block)
-        for (i64 index = block; index < count_tiles(params); index += blocks)
+        for (i64 index = block; index < grid(params).count(); index += blocks)
             one_tile(params, index, packing);
 }
-extern "C" void last(const Params* params) { one_tile(*params, count_tiles(*params) - 1, false); }
+extern "C" void last(const Params* params) { one_tile(*params, grid(*params).count() - 1, false); }
 extern "C" void sf_mn_major(const Params* params, u32 blocks) { rows(*params, blocks, false); }
 extern "C" void sf_pack(const Params* params, u32 blocks) { rows(*params, blocks, true); }
 extern "C" void sf_pack_k_grouped(const GroupedParams* params, u32 blocks) {
@@ -68,7 +68,7 @@ extern "C" void sf_pack_k_grouped(const GroupedParams* params, u32 blocks) {
                 write_piece(*params, index, thread);
     }
 }
-extern "C" i64 tiles(const Params* params) { return count_tiles(*params); }
+extern "C" i64 tiles(const Params* params) { return grid(*params).count(); }
 extern "C" i64 pieces(const GroupedParams* params) { return count_pieces(*params); }
 """
 KINDS = {"mn_major": transforms.MOVE, "pack": transforms.PACK, "pack_k_grouped": transforms.PACK_K_GROUPED}
@@ -398,14 +398,7 @@ def test_sources_name_the_kernel_of_each_kind() -> None:
 @pytest.mark.parametrize("kind", ["nvrtc", "nvcc"])
 @pytest.mark.parametrize("name", KINDS.values())
 def test_it_compiles_without_local_memory(kind: str, name: str) -> None:
-    options = Options(
-        arch=arch_option("sm90a"),
-        standard=config.env("DG_JIT_CPP_STANDARD"),
-        lineinfo=False,
-        includes=(INCLUDE,),
-        extra=(),
-    )
-    report = require_compiler(kind).compile(transforms.source(name), name, options).report
+    report = report_of(kind, transforms.source(name), name)
     assert (report.spills, report.local, report.warnings) == (0, 0, ())
 
 
@@ -416,12 +409,6 @@ def test_it_compiles_without_local_memory(kind: str, name: str) -> None:
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DG_JIT_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "transforms"))
     config.reload()
-
-
-def on_card(x: Tensor) -> Tensor:
-    """The same view into a copy of the whole memory."""
-    whole = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()).cuda().view(x.dtype)
-    return whole.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 @pytest.mark.gpu

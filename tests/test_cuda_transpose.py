@@ -23,14 +23,13 @@ from torch import Tensor
 from dg_core import config
 from dg_core.backend import Gemm
 from dg_core.backends.cuda import operands, transpose
-from dg_core.backends.cuda.compiler import Options, arch_option
 from dg_core.backends.cuda.forms import K, Stored, empty, stored, workspace
 from dg_core.backends.cuda.transforms import MAX_BLOCKS, THREADS
 from dg_core.backends.cuda.transpose import TILE, Params, Transposition
 from dg_core.errors import ArgumentError
 from dg_core.layout import BLOCK_1X128, BLOCK_128X128, ceil_div
 
-from .cuda_compilers import ROOT, require_compiler, shared_library
+from .cuda_compilers import ROOT, report_of, shared_library
 from .operands import generator
 
 INCLUDE = ROOT / "csrc_cuda" / "include"
@@ -43,24 +42,24 @@ using namespace dg::transpose;
 
 extern "C" void transpose(const Params* params, dg::u32 blocks) {
     for (dg::u32 block = 0; block < blocks; ++block) {
-        for (dg::i64 index = block; index < count_tiles(*params); index += blocks) {
+        for (dg::i64 index = block; index < grid(*params).count(); index += blocks) {
             Tile tile;
             for (dg::u32 thread = 0; thread < kThreads; ++thread)
-                read_tile(*params, corner(*params, index), thread, tile);
+                read_tile(*params, grid(*params).corner(index), thread, tile);
             for (dg::u32 thread = 0; thread < kThreads; ++thread)
-                write_tile(*params, corner(*params, index), thread, tile);
+                write_tile(*params, grid(*params).corner(index), thread, tile);
         }
     }
 }
 """
 LOOKS = """
-extern "C" dg::i64 tiles(const Params* params) { return count_tiles(*params); }
+extern "C" dg::i64 tiles(const Params* params) { return grid(*params).count(); }
 extern "C" void move(const Params* params, dg::i64 index) {
     Tile tile;
     for (dg::u32 thread = 0; thread < kThreads; ++thread)
-        read_tile(*params, corner(*params, index), thread, tile);
+        read_tile(*params, grid(*params).corner(index), thread, tile);
     for (dg::u32 thread = 0; thread < kThreads; ++thread)
-        write_tile(*params, corner(*params, index), thread, tile);
+        write_tile(*params, grid(*params).corner(index), thread, tile);
 }
 extern "C" dg::u32 at_once(const Params* params) {
     return wide(params->source, params->line, params->apart) +
@@ -301,14 +300,7 @@ def test_a_step_transposes(groups: int) -> None:
 @pytest.mark.parametrize("arch", ["sm90a", "sm100a"])
 def test_it_compiles_without_local_memory(kind: str, arch: str) -> None:
     """And for six blocks in an SM, whose 65536 registers leave 40 to a thread."""
-    options = Options(
-        arch=arch_option(arch),
-        standard=config.env("DG_JIT_CPP_STANDARD"),
-        lineinfo=False,
-        includes=(INCLUDE,),
-        extra=(),
-    )
-    report = require_compiler(kind).compile(transpose.SOURCE, transpose.TRANSPOSE_BYTES, options).report
+    report = report_of(kind, transpose.SOURCE, transpose.TRANSPOSE_BYTES, arch)
     assert (report.spills, report.local, report.warnings) == (0, 0, ())
     assert report.registers is not None
     assert report.registers <= 40

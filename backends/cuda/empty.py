@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dg_core.backend import Gemm
-from dg_core.layout import in_a_group, psum_rows
+from dg_core.layout import aligned_rows, in_a_group, psum_rows
 
 
 def nothing(*tensors: Tensor | None) -> None:
@@ -42,5 +42,5 @@ def written_rows(problem: Gemm, layout: Tensor, d: Tensor) -> Tensor:
         return (layout >= 0) & (layout < problem.groups)
     starts, ends = psum_rows(layout, problem.alignment, problem.m)
     if problem.zero_padding:
-        ends = (ends + problem.alignment - 1) // problem.alignment * problem.alignment
+        ends = aligned_rows(ends, problem.alignment)
     return in_a_group(starts, ends.clamp(max=problem.m), problem.m)

@@ -13,7 +13,7 @@ from dg_core.layout import BLOCK_1X128, ceil_div
 
 from . import transforms
 from .blas import is_blas
-from .gemm import expected_rows, groups_at_work, wishes
+from .gemm import expected_rows, grouping_of, wishes
 from .operands import BLOCK, GRAN_K, NONE, ROW, ROW32, SF_EXPAND, SF_EXPAND_SOURCE, scale_family
 from .plans import GemmTask, choose, sweep
 from .source import gemm_source
@@ -46,9 +46,7 @@ def tasks(problem: Gemm) -> tuple[GemmTask, ...]:
         plain_store=problem.accumulate or problem.head_splits is not None,
         a_fp4=problem.packed_axes[0] == ALONG_K,
         b_fp4=problem.packed_axes[1] == ALONG_K,
-        grouping=problem.grouping,
-        groups=groups_at_work(problem),
-        alignment=problem.alignment if problem.grouping == "contiguous" else 0,
+        **grouping_of(problem),
     )  # fmt: skip
     if family == BLOCK and ceil_div(problem.k, GRAN_K[BLOCK]) % _FOUR == 0:
         return one, replace(one, sfa_k_major=True)

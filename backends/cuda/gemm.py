@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -131,10 +132,14 @@ def expected_rows(problem: Gemm) -> int:
     return problem.m if problem.grouping == "masked" else max(ceil_div(problem.m, problem.groups), 1)
 
 
-def groups_at_work(problem: Gemm) -> int:
-    """Groups that rows can belong to: of labelled rows no more than there are rows."""
+def grouping_of(problem: Gemm) -> dict[str, Any]:
+    """What the chooser is told of groups: of labelled rows no more than there are rows."""
     shared = problem.grouping in ("contiguous", "psum")
-    return max(min(problem.groups, problem.m), 1) if shared else problem.groups
+    return {
+        "grouping": problem.grouping,
+        "groups": max(min(problem.groups, problem.m), 1) if shared else problem.groups,
+        "alignment": problem.alignment if problem.grouping == "contiguous" else 0,
+    }
 
 
 def task_of(problem: Gemm, operands: Operands, out: Output) -> GemmTask:
@@ -151,9 +156,7 @@ def task_of(problem: Gemm, operands: Operands, out: Output) -> GemmTask:
         plain_store=out.plain,
         a_fp4=a.dtype == PACKED_FP4,
         b_fp4=b.dtype == PACKED_FP4,
-        grouping=problem.grouping,
-        groups=groups_at_work(problem),
-        alignment=problem.alignment if problem.grouping == "contiguous" else 0,
+        **grouping_of(problem),
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ bytes stand.
 from __future__ import annotations
 
 import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -199,7 +200,7 @@ def _moving(like: Tensor) -> Plan:
     return run
 
 
-class _Strict:
+class _Strict(ABC):
     """Packing that refuses what is no power of two.
 
     A call's kernel sets a word where it meets such a value. The word is read after the launch, and never
@@ -224,13 +225,13 @@ class _Strict:
             return self._definition(sf, layout)
         return out
 
+    @abstractmethod
     def _run(self, sf: Tensor, layout: Tensor | None, flag: int) -> Tensor:
         """Pack; ``flag`` is the address of the word, 0 for none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _definition(self, sf: Tensor, layout: Tensor | None) -> Tensor:
         """The same in plain torch, which raises for a value that is no power of two."""
-        raise NotImplementedError
 
 
 class _Packing(_Strict):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dg_core.backend import Gemm
-from dg_core.layout import psum_rows
+from dg_core.layout import aligned_rows, psum_rows
 
 from .operand import TILE, Operand, on_host, product, steps, write_product
 
@@ -84,7 +84,7 @@ def _labelled(p: Gemm, a: Operand, weights: Sequence[Operand], d: Tensor, layout
             _write_rows(p, a, b, d, layout == g)
         return
     starts, ends = psum_rows(layout, p.alignment, p.m)
-    gap_ends = (ends + p.alignment - 1) // p.alignment * p.alignment
+    gap_ends = aligned_rows(ends, p.alignment)
     # Group by group, since a table of rows x groups may take more memory than the operands. Gaps come first:
     # where ends are not in order, one may lie over the rows of a group, which then are written.
     if on_host(d):

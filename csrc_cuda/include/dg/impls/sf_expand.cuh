@@ -10,14 +10,14 @@
 // on the CPU calls one thread after another.
 #pragma once
 
-#include <dg/common/math.cuh>
 #include <dg/common/ue8m0.cuh>
+#include <dg/impls/matrix_tiles.cuh>
 
 namespace dg::sf {
 
-constexpr u32 kTile = 32;  // rows and steps of a tile: a warp's width
-constexpr u32 kThreads = 256;
-constexpr u32 kWarps = kThreads / 32;
+using matrix::Corner, matrix::kThreads;
+using Tile = matrix::WordTile;  // steps are its columns
+constexpr u32 kTile = matrix::kWordTile;
 
 struct Params {
     const u32* source;         // float32 bits, or words with the exponent of the lowest K in the lowest byte
@@ -32,9 +32,6 @@ struct Params {
     u32 packed;      // the source holds words
     u32 along_k;     // a warp reads along K
 };
-
-// One more column than it holds, so that reading across it meets 32 different banks.
-using Tile = u32[kTile][kTile + 1];
 
 // Float32 bits of an exponent byte: 0 stands for 0, 255 for NaN.
 DG_HOST_DEVICE inline u32 decode_bits(u8 byte) {
@@ -55,59 +52,31 @@ DG_HOST_DEVICE inline u32 scale_bits(const Params& params, u32 held, i64 step) {
     return params.packed ? decode_bits(ue8m0::unpack(held, byte)) : held;
 }
 
-DG_HOST_DEVICE inline i64 count_tiles(const Params& params) {
-    return params.groups * cdiv<i64>(params.rows, kTile) * cdiv<i64>(params.steps, kTile);
+DG_HOST_DEVICE inline matrix::Grid<kTile> grid(const Params& params) {
+    return {params.groups, params.rows, params.steps};
 }
 
-// Where a tile begins; tiles that follow each other share their group and, within it, their steps.
-struct Corner {
-    i64 group, row, step;
-};
-
-DG_HOST_DEVICE inline Corner corner(const Params& params, i64 index) {
-    const i64 across = cdiv<i64>(params.rows, kTile), down = cdiv<i64>(params.steps, kTile);
-    const i64 line = index / across;
-    return {line / down, index % across * kTile, line % down * kTile};
-}
-
-// A thread's loads are all on their way before it looks at the first.
 DG_HOST_DEVICE inline void read_tile(const Params& params, Corner at, u32 thread, Tile& tile) {
-    constexpr u32 kLines = kTile / kWarps;
-    const u32 lane = thread % 32, warp = thread / 32;
-    u32 held[kLines];
-    for (u32 i = 0; i < kLines; ++i) {
-        const u32 line = warp + i * kWarps;
-        const i64 row = at.row + (params.along_k ? line : lane);
-        const i64 step = at.step + (params.along_k ? lane : line);
-        held[i] = row < params.rows && step < params.steps ? load(params, at.group, row, step) : 0;
-    }
-    for (u32 i = 0; i < kLines; ++i) {
-        const u32 line = warp + i * kWarps;
-        const u32 row = params.along_k ? line : lane, step = params.along_k ? lane : line;
-        tile[step][row] = scale_bits(params, held[i], at.step + step);
-    }
+    matrix::read_words(
+        at, params.rows, params.steps, params.along_k, thread, tile,
+        [&](i64 row, i64 step) { return load(params, at.group, row, step); },
+        [&](u32 held, i64 step) { return scale_bits(params, held, step); });
 }
 
 DG_HOST_DEVICE inline void write_tile(const Params& params, Corner at, u32 thread, const Tile& tile) {
-    const u32 row = thread % 32;
-    u32* result = params.result + at.group * params.result_apart;
-    for (u32 step = thread / 32; step < kTile; step += kWarps) {
-        if (at.row + row < params.rows && at.step + step < params.steps)
-            result[(at.step + step) * params.pitch + at.row + row] = tile[step][row];
-    }
+    matrix::write_words(at, params.rows, params.steps, params.result + at.group * params.result_apart,
+                        params.pitch, thread, tile);
 }
 
 #if defined(__CUDACC__)
 __device__ __forceinline__ void expand(const Params& params) {
     __shared__ Tile tile;
-    const i64 tiles = count_tiles(params);
-    for (i64 index = blockIdx.x; index < tiles; index += gridDim.x) {
-        const Corner at = corner(params, index);
+    matrix::walk(grid(params).count(), [&](i64 index) {
+        const Corner at = grid(params).corner(index);
         read_tile(params, at, threadIdx.x, tile);
         __syncthreads();
         write_tile(params, at, threadIdx.x, tile);
-        __syncthreads();  // the next tile's readers wait for this one's writers
-    }
+    });
 }
 #endif
 

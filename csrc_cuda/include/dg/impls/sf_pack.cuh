@@ -12,14 +12,14 @@
 // after another.
 #pragma once
 
-#include <dg/common/math.cuh>
 #include <dg/common/ue8m0.cuh>
+#include <dg/impls/matrix_tiles.cuh>
 
 namespace dg::sf_pack {
 
-constexpr u32 kTile = 32;  // rows and columns of a tile: a warp's width
-constexpr u32 kThreads = 256;
-constexpr u32 kWarps = kThreads / 32;
+using matrix::Corner, matrix::kThreads, matrix::kWarps;
+using Tile = matrix::WordTile;
+constexpr u32 kTile = matrix::kWordTile;
 constexpr u32 kWordBlocks = 4;  // exponents of a word
 constexpr u32 kNan = 0xff;      // the byte of NaN
 
@@ -52,42 +52,16 @@ struct Params {
     u32 along_k;    // a warp reads along K
 };
 
-// One more column than it holds, so that reading across it meets 32 different banks.
-using Tile = u32[kTile][kTile + 1];
-
-struct Corner {
-    i64 group, row, column;
-};
-
-DG_HOST_DEVICE inline i64 count_tiles(const Params& params) {
-    return params.groups * cdiv<i64>(params.columns, kTile) * cdiv<i64>(params.rows, kTile);
+DG_HOST_DEVICE inline matrix::Grid<kTile> grid(const Params& params) {
+    return {params.groups, params.rows, params.columns};
 }
 
-// Where a tile begins; tiles that follow each other share their columns.
-DG_HOST_DEVICE inline Corner corner(const Params& params, i64 index) {
-    const i64 across = cdiv<i64>(params.rows, kTile), down = cdiv<i64>(params.columns, kTile);
-    const i64 line = index / across;
-    return {line / down, index % across * kTile, line % down * kTile};
-}
-
-// A thread's loads are all on their way before it uses the first.  Beyond the matrix stands 0.
 DG_HOST_DEVICE inline void read_tile(const Params& params, Corner at, u32 thread, Tile& tile) {
-    constexpr u32 kLines = kTile / kWarps;
-    const u32 lane = thread % 32, warp = thread / 32;
-    u32 held[kLines];
-    for (u32 i = 0; i < kLines; ++i) {
-        const u32 line = warp + i * kWarps;
-        const i64 row = at.row + (params.along_k ? line : lane);
-        const i64 column = at.column + (params.along_k ? lane : line);
-        const i64 offset =
-            at.group * params.group_stride + row * params.row_stride + column * params.k_stride;
-        held[i] = row < params.rows && column < params.columns ? params.source[offset] : 0;
-    }
-    for (u32 i = 0; i < kLines; ++i) {
-        const u32 line = warp + i * kWarps;
-        const u32 row = params.along_k ? line : lane, column = params.along_k ? lane : line;
-        tile[column][row] = held[i];
-    }
+    const u32* source = params.source + at.group * params.group_stride;
+    matrix::read_words(
+        at, params.rows, params.columns, params.along_k, thread, tile,
+        [&](i64 row, i64 column) { return source[row * params.row_stride + column * params.k_stride]; },
+        [](u32 held, i64) { return held; });
 }
 
 // The rows of a tile that lie in the groups which this thread looks at: bit i for row i.
@@ -105,12 +79,8 @@ DG_HOST_DEVICE inline u32 used_rows(const Params& params, Corner at, u32 thread)
 }
 
 DG_HOST_DEVICE inline void write_moved(const Params& params, Corner at, u32 thread, const Tile& tile) {
-    const u32 row = thread % 32;
-    u32* result = params.result + at.group * params.columns * params.pitch + at.row + row;
-    for (u32 column = thread / 32; column < kTile; column += kWarps) {
-        if (at.row + row < params.rows && at.column + column < params.columns)
-            result[(at.column + column) * params.pitch] = tile[column][row];
-    }
+    matrix::write_words(at, params.rows, params.columns,
+                        params.result + at.group * params.columns * params.pitch, params.pitch, thread, tile);
 }
 
 DG_HOST_DEVICE inline void write_packed(const Params& params, Corner at, u32 thread, const Tile& tile,
@@ -217,22 +187,19 @@ DG_HOST_DEVICE inline void write_piece(const GroupedParams& params, i64 index, u
 #if defined(__CUDACC__)
 __device__ __forceinline__ void move(const Params& params) {
     __shared__ Tile tile;
-    const i64 tiles = count_tiles(params);
-    for (i64 index = blockIdx.x; index < tiles; index += gridDim.x) {
-        const Corner at = corner(params, index);
+    matrix::walk(grid(params).count(), [&](i64 index) {
+        const Corner at = grid(params).corner(index);
         read_tile(params, at, threadIdx.x, tile);
         __syncthreads();
         write_moved(params, at, threadIdx.x, tile);
-        __syncthreads();  // the next tile's readers wait for this one's writers
-    }
+    });
 }
 
 __device__ __forceinline__ void pack(const Params& params) {
     __shared__ Tile tile;
     __shared__ u32 used;
-    const i64 tiles = count_tiles(params);
-    for (i64 index = blockIdx.x; index < tiles; index += gridDim.x) {
-        const Corner at = corner(params, index);
+    matrix::walk(grid(params).count(), [&](i64 index) {
+        const Corner at = grid(params).corner(index);
         if (threadIdx.x == 0)
             used = params.psum ? 0u : ~0u;
         read_tile(params, at, threadIdx.x, tile);
@@ -244,8 +211,7 @@ __device__ __forceinline__ void pack(const Params& params) {
             __syncthreads();
         }
         write_packed(params, at, threadIdx.x, tile, used);
-        __syncthreads();
-    }
+    });
 }
 
 __device__ __forceinline__ void pack_k_grouped(const GroupedParams& params) {

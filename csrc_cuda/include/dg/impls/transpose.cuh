@@ -12,9 +12,11 @@
 #pragma once
 
 #include <dg/common/fp4.cuh>
-#include <dg/common/math.cuh>
+#include <dg/impls/matrix_tiles.cuh>
 
 namespace dg::transpose {
+
+using matrix::Corner;
 
 constexpr u32 kTile = 128;  // rows and columns of a tile
 constexpr u32 kThreads = 256;
@@ -51,19 +53,8 @@ DG_HOST_DEVICE inline bool wide(const u8* address, i64 line, i64 apart) {
     return (reinterpret_cast<u64>(address) | static_cast<u64>(line) | static_cast<u64>(apart)) % kUnit == 0;
 }
 
-DG_HOST_DEVICE inline i64 count_tiles(const Params& params) {
-    return params.groups * cdiv<i64>(params.rows, kTile) * cdiv<i64>(params.columns, kTile);
-}
-
-// Where a tile begins; tiles that follow each other share their group and, within it, their columns.
-struct Corner {
-    i64 group, row, column;
-};
-
-DG_HOST_DEVICE inline Corner corner(const Params& params, i64 index) {
-    const i64 across = cdiv<i64>(params.rows, kTile), down = cdiv<i64>(params.columns, kTile);
-    const i64 line = index / across;
-    return {line / down, index % across * kTile, line % down * kTile};
+DG_HOST_DEVICE inline matrix::Grid<kTile> grid(const Params& params) {
+    return {params.groups, params.rows, params.columns};
 }
 
 // Bytes of a unit at `place` that lie inside `size`.
@@ -153,14 +144,12 @@ DG_HOST_DEVICE inline void write_tile(const Params& params, Corner at, u32 threa
 #if defined(__CUDACC__)
 __device__ __forceinline__ void run(const Params& params) {
     __shared__ Tile tile;
-    const i64 tiles = count_tiles(params);
-    for (i64 index = blockIdx.x; index < tiles; index += gridDim.x) {
-        const Corner at = corner(params, index);
+    matrix::walk(grid(params).count(), [&](i64 index) {
+        const Corner at = grid(params).corner(index);
         read_tile(params, at, threadIdx.x, tile);
         __syncthreads();
         write_tile(params, at, threadIdx.x, tile);
-        __syncthreads();  // the next tile's readers wait for this one's writers
-    }
+    });
 }
 #endif
 
