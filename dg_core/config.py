@@ -109,6 +109,8 @@ _TABLE = (
        "Compare the path that every rank takes at each call, and raise on all where two differ."),
     _v("Peer memory", "DG_SHM_DIR", "path", None,
        "Folder of the shared memory of CPU ranks. Unset: /dev/shm."),
+    _v("HIP", "DG_HIP_LIB_DIR", "path", None,
+       "Folder of the prebuilt HIP kernels, one folder an architecture. Unset: lib inside the backend."),
     _v("Tests", "DG_MQA_NUM_CASES", "int", None,
        "Run only this many randomly drawn MQA cases of the benchmarks."),
     _v("Build", "DG_SKIP_CUDA_BUILD", "flag", False, "Install without building the native CUDA launcher."),

@@ -248,7 +248,7 @@ def test_a_backend_of_another_package(installed: Callable[..., None], environmen
         dg_core.bf16_gemm_nn(a, b.t().contiguous(), d)
     assert str(raised.value) == (
         "bf16_gemm_nn: the abacus backend lacks it (it counts on its fingers); backends that have it: "
-        "cuda, reference"
+        "cuda, hip, reference"
     )
     environment(DG_BACKEND="hip")
     state = dispatch.probe("hip", CPU)
@@ -296,10 +296,10 @@ def test_unsupported_names_who_has_it(noting: Noting) -> None:
                 dg_core.bf16_gemm_nt(a, b, d)
     assert str(raised.value) == (
         "bf16_gemm_nt: the poor backend lacks it (it was told to lack it); backends that have it: "
-        "cuda, reference"
+        "cuda, hip, reference"
     )
     assert bool((d == 7).all())
-    noting("reference", lacks=(MqaLogits,))
+    noting("reference", lacks=(MqaLogits,)), noting("hip", lacks=(MqaLogits,))
     tensors, options = samples.sample(ops.fp8_fp4_mqa_logits)
     with pytest.raises(
         UnsupportedError, match=r"the reference backend lacks it .*; no installed backend has it"
@@ -320,10 +320,10 @@ def test_auto_passes_over_a_backend_that_lacks_the_operation(
     assert not first.planned
     a, b, d = small_gemm()
     environment(DG_BACKEND="cuda")
-    with pytest.raises(UnsupportedError, match=r"the cuda backend lacks it .* have it: reference"):
+    with pytest.raises(UnsupportedError, match=r"the cuda backend lacks it .* have it: hip, reference"):
         dg_core.bf16_gemm_nt(a, b, d)
     environment(DG_BACKEND=None)
-    noting("reference", lacks=(Gemm,))
+    noting("reference", lacks=(Gemm,)), noting("hip", lacks=(Gemm,))
     both = r"the cuda backend lacks it \(.*\), the reference backend lacks it \(.*\); no installed backend"
     with pytest.raises(UnsupportedError, match=both):
         dg_core.bf16_gemm_nt(a, b, d)

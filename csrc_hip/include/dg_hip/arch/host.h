@@ -1,0 +1,163 @@
+// The host target: threads are fibers, 64 of them a wave, and an instruction of a wave is a meeting of its lanes. The
+// matrix instruction and its lane map are gfx938's. csrc_hip/host/block.cpp runs the fibers.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+
+#include <dg_hip/layout.h>
+#include <dg_hip/types.h>
+
+#define DG_DEVICE inline
+
+namespace dg_hip {
+
+constexpr ResultMap kResultMap = ResultMap::mmac;
+constexpr u64 kTicksPerSecond = 1000000000;
+
+namespace host {
+
+// What a fiber knows of its place.
+struct Place {
+    u32 thread, block, blocks;
+};
+extern thread_local const Place* here;
+
+// A kernel of this library, as DG_KERNEL registers it.
+struct Kernel {
+    const char* name;
+    const char* fields;
+    u32 threads, bytes, lds;
+    void (*run)(const void* args, u8* lds);
+};
+struct Registration {
+    explicit Registration(const Kernel& kernel);
+};
+
+// All lanes of the wave come here, each with something of its own; the last one calls `all` with everybody's, in
+// order of lanes, and then all go on.
+using All = void (*)(void* const* lanes);
+void meet(void* own, All all);
+void meet_block();
+// Lets the other fibers go on, and other blocks where all of this one's wait.
+void give_way();
+u64 nanoseconds();
+
+struct Shuffle {
+    u32 value, from, result;
+};
+struct Ballot {
+    bool flag;
+    u64 result;
+};
+struct Multiply {
+    u64 p, q;
+    f32 acc[4];
+};
+void shuffle_all(void* const* lanes);
+void ballot_all(void* const* lanes);
+void multiply_fp8_all(void* const* lanes);
+void multiply_bf16_all(void* const* lanes);
+void nothing(void* const* lanes);
+u32 fp8_bits(f32 x);
+
+}  // namespace host
+
+inline u32 thread() {
+    return host::here->thread;
+}
+inline u32 block() {
+    return host::here->block;
+}
+inline u32 blocks() {
+    return host::here->blocks;
+}
+
+inline void sync() {
+    host::meet_block();
+}
+inline void sync_wave() {
+    host::meet(nullptr, host::nothing);
+}
+
+inline u32 shuffle(u32 value, u32 from) {
+    host::Shuffle own{value, from % kWave, 0};
+    host::meet(&own, host::shuffle_all);
+    return own.result;
+}
+
+inline u64 ballot(bool flag) {
+    host::Ballot own{flag, 0};
+    host::meet(&own, host::ballot_all);
+    return own.result;
+}
+
+template <class Element>
+inline void multiply(F32x4& acc, u64 p, u64 q) {
+    host::Multiply own{p, q, {acc.v[0], acc.v[1], acc.v[2], acc.v[3]}};
+    host::meet(&own, Element::kBytes == 1 ? host::multiply_fp8_all : host::multiply_bf16_all);
+    acc = F32x4{{own.acc[0], own.acc[1], own.acc[2], own.acc[3]}};
+}
+
+constexpr int q_row(int row) {
+    return row;
+}
+
+inline u32 fp8x4(f32 a, f32 b, f32 c, f32 d) {
+    return host::fp8_bits(a) | host::fp8_bits(b) << 8 | host::fp8_bits(c) << 16 | host::fp8_bits(d) << 24;
+}
+
+inline f32 exponential(f32 x) {
+    return std::exp(x);
+}
+
+template <class T>
+inline T load(const void* p) {
+    return *static_cast<const T*>(p);
+}
+template <class T>
+inline void store(void* p, T x) {
+    *static_cast<T*>(p) = x;
+}
+template <class T>
+inline T load_peer(const void* p) {
+    return *static_cast<const volatile T*>(p);
+}
+template <>
+inline U32x4 load_peer<U32x4>(const void* p) {
+    return *static_cast<const U32x4*>(p);
+}
+template <class T>
+inline void store_peer(void* p, T x) {
+    *static_cast<T*>(p) = x;
+}
+
+template <Scope, class T>
+inline T load_acquire(const T* p) {
+    return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+}
+template <Scope, class T>
+inline void store_release(T* p, T x) {
+    __atomic_store_n(p, x, __ATOMIC_RELEASE);
+}
+template <Scope, class T>
+inline T add(T* p, T x) {
+    return __atomic_fetch_add(p, x, __ATOMIC_ACQ_REL);
+}
+template <Scope, class T>
+inline T swap_if(T* p, T from, T to) {
+    __atomic_compare_exchange_n(p, &from, to, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    return from;
+}
+inline void publish() {
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
+
+inline void pause() {
+    host::give_way();
+}
+inline u64 ticks() {
+    return host::nanoseconds();
+}
+
+}  // namespace dg_hip
