@@ -14,12 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from dg_core import cache, cli, config, dispatch, ops, samples
+from dg_core import cache, cli, config, dispatch, ops
 from dg_core.__main__ import main
 from dg_core.backend import Availability, Target
-from dg_core.commands import calls
 from dg_core.commands.ops import SHOWN, support
-from dg_core.errors import ArgumentError
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH = 100
@@ -185,45 +183,6 @@ def test_a_backend_that_fails_to_import_is_a_reason(monkeypatch: pytest.MonkeyPa
 
 # explain ----------------------------------------------------------------------------------------------------
 
-SIZES = {"M": 48, "N": 160, "K": 256, "G": 3}
-
-
-@pytest.mark.parametrize("scales", samples.SCALES)
-@pytest.mark.parametrize("sampler", ["gemm", "batched", "contiguous", "masked"])
-def test_a_call_from_sizes_is_the_call_of_real_tensors(sampler: str, scales: str) -> None:
-    """The problem and the bytes of a call without storage are those of one with tensors of the same sizes."""
-    assert set(calls.SCALES) == set(samples.SCALES)
-    for op in ops.TABLE.values():
-        if op.sampler != sampler or "sfa" not in op.positions:
-            continue
-        given = {name: SIZES[name] for name in calls.size_names(op)}
-        call = calls.make_call(op, given, scales)
-        tensors, options = samples.sample(op, given, scales=scales)
-        options = tuple(
-            mine if option.name in ("alignment", "expected_m") else theirs
-            for option, mine, theirs in zip(op.options, call.options, options, strict=True)
-        )
-        problem, _ = dispatch.check(op, tensors, options)
-        assert call.problem == problem, op.name
-        assert call.cost.bytes == sum(t.numel() * t.element_size() for t in tensors if t is not None), op.name
-
-
-def test_every_operation_can_be_explained() -> None:
-    for op in ops.TABLE.values():
-        call = calls.make_call(op)
-        assert set(call.sizes) == set(calls.size_names(op))
-        assert (call.cost.flops > 0) == bool(op.flops)
-
-
-def test_the_cost_of_a_call() -> None:
-    call = calls.make_call(ops.TABLE["fp8_gemm_nt"], {"M": 100, "N": 300, "K": 500})
-    assert call.cost.flops == 2 * 100 * 300 * 500
-    # a, b, sfa [100, 4], sfb [3, 4] and d in bfloat16
-    assert call.cost.bytes == 100 * 500 + 300 * 500 + 4 * 100 * 4 + 4 * 3 * 4 + 2 * 100 * 300
-    logits = calls.make_call(ops.TABLE["fp8_fp4_mqa_logits"], {"S": 10, "SKV": 20, "H": 8, "D": 64})
-    q, kv, kv_sf, weights, ranges, result = 10 * 8 * 64, 20 * 64, 4 * 20, 4 * 10 * 8, 2 * 4 * 10, 4 * 10 * 20
-    assert logits.cost.bytes == q + kv + kv_sf + weights + ranges + result
-
 
 def explain(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     status = main(["explain", *arguments])
@@ -296,14 +255,6 @@ def test_explain_obeys_the_backend_that_was_asked_for(
     assert status == 1
     assert choice["backend"] == ""
     assert list(choice["passed_over"]) == ["hip"]
-
-
-def test_names_that_stand_for_an_operation() -> None:
-    assert calls.find("fp8_fp4_gemm_nt").name == "fp8_gemm_nt"
-    assert calls.find("fp8_einsum", "bhr, hdr -> bhd").name == "fp8_einsum_bhr_hdr_bhd"
-    assert calls.find("fp8_einsum_bhd_bhr_hdr").name == "fp8_einsum_bhd_bhr_hdr"
-    with pytest.raises(ArgumentError, match=r"einsum needs an expression .* one of bmk,bnk->mn"):
-        calls.find("einsum", "ij,jk->ik")
 
 
 # cache ------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from dg_core.backends.cuda.compiler import Options
 from dg_core.backends.cuda.operands import SF_EXPAND, plan_operands
 from dg_core.backends.cuda.source import GemmConfig
 from dg_core.backends.cuda.transpose import TRANSPOSE_BYTES
+from dg_core.commands import calls
 from dg_core.errors import BackendUnavailable, UnsupportedError
 from dg_core.layout import BLOCK_1X128, BLOCK_128X128, empty_mn_major
 
@@ -187,6 +188,65 @@ def test_groups_beyond_the_rows_cost_nothing() -> None:
     assert explain.tasks(labelled)[0].groups == 3
     assert explain.tasks(replace(labelled, grouping="psum"))[0].groups == 3
     assert explain.tasks(replace(labelled, grouping="masked"))[0].groups == 256
+
+
+@pytest.mark.parametrize("psum", [False, True])
+@pytest.mark.parametrize("name", ["m_grouped_fp8_gemm_nt_contiguous", "m_grouped_bf16_gemm_nt_contiguous"])
+def test_kernels_of_fewer_rows_than_groups_are_named_too(name: str, psum: bool) -> None:
+    """The chooser is told of no more groups than rows, so each such M is a choice among others."""
+    sizes, storage = {"N": 4096, "K": 7168, "G": 24}, calls.Storage(psum=psum)
+    problems = {m: calls.call_of(name, {"M": m, **sizes}, storage).problem for m in (*range(1, 27), 5000)}
+    sources = explain.sources(problems[1])
+    assert explain.sources(problems[5000]) == sources, "the kernels depend on M"
+    for m, problem in problems.items():
+        assert isinstance(problem, Gemm)
+        for task in explain.tasks(problem):
+            assert plans.choose(task, explain.PROCESSORS).config.name in sources, f"M = {m}"
+    assert len(sources) <= 2 * 12, "more than sweeps of one task or two and a few beside them"
+
+
+STORED: tuple[dict[str, Any], ...] = (
+    {}, {"fp4": "b"}, {"fp4": "b", "scales": "packed", "gran_k": 32}, {"fp4": "ab", "scales": "channelwise"},
+    {"scales": "block_1d1d"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", [{"alignment": 8}, {"alignment": 64}, {"psum": True}, {}])
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("name", ["m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked"])
+def test_a_call_in_groups_takes_one_of_the_kernels_that_were_named(
+    name: str, stored: dict[str, Any], layout: dict[str, Any]
+) -> None:
+    """From real tensors, as a plan is made, and from sizes and storage alone, at another M."""
+    if layout and "masked" in name:
+        layout = {}
+    sizes = {"G": 3, "N": 192, "K": 512}
+    sources = explain.sources(
+        calls.call_of(name, {"M": 1, **sizes}, calls.Storage(**stored, **layout)).problem
+    )
+    op = ops.TABLE[name]
+    for m in (2, 48, 700):
+        tensors, options = call_of(name, dims={"M": m, **sizes}, **stored, **layout)
+        problem, view = dispatch.check(op, tensors, options)
+        assert isinstance(problem, Gemm)
+        seen = tensors if view is None else view(tensors)
+        d = seen[gemm.D]
+        assert d is not None
+        out = gemm.output(problem, d, None)
+        choice = gemm.decide(problem, plan_operands(problem, seen), out, explain.PROCESSORS)
+        assert choice.config.name in sources
+
+
+@pytest.mark.parametrize("psum", [False, True])
+def test_scales_of_32_of_k_on_one_side_take_the_kernels_of_both(psum: bool) -> None:
+    """FP8 activations by 128 of K beside FP4 weights by 32 are what `gran_k=32` names."""
+    storage = calls.Storage("packed", 32, "b", psum)
+    sizes = {"M": 64, "N": 4096, "K": 7168, "G": 8}
+    both = calls.call_of("m_grouped_fp8_fp4_gemm_nt_contiguous", sizes, storage).problem
+    assert isinstance(both, Gemm)
+    mixed = replace(both, sfa=BLOCK_1X128)
+    assert explain.sources(mixed) == explain.sources(both)
+    assert SF_EXPAND in explain.sources(both)
 
 
 def test_operands_that_are_transposed_have_a_kernel_for_it() -> None:

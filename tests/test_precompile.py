@@ -180,10 +180,18 @@ def test_wrong_calls(
         ("fp8_gemm_nt 128 -1 7168", "is not OP M N K"),
         ("fp8_bmm_nt 128 64 7168 block G=two", "is not OP M N K [SCALES] [G=GROUPS]"),
         ("fp8_bmm_nt 128 G=2", "is not OP M N K [SCALES] [G=GROUPS]"),
+        ("fp8_bmm_nt 128 64 7168 G=2 G=3", "is not OP M N K [SCALES] [G=GROUPS]"),
+        ("fp8_bmm_nt 128 64 7168 H=2", "is not OP M N K [SCALES] [G=GROUPS]"),
+        ("fp8_gemm_nt 128 64 7168 gran_k=x", "is not OP M N K [SCALES] [G=GROUPS]"),
+        ("fp8_gemm_nt 128 64 7168 block packed", "is not OP M N K [SCALES] [G=GROUPS]"),
+        ("fp8_gemm_nt 128 64 7168 gran_k=16", "line 3: gran_k is 16; it must be 32 or 128"),
+        ("fp8_gemm_nt 128 64 7168 fp4=c", "line 3: fp4 is 'c'; it must be one of a, b, ab"),
         ("fp8_gemm_nt 128 64 7168 G=2", "line 3: fp8_gemm_nt has no size G"),
+        ("bf16_gemm_nt 128 64 7168 block", "line 3: bf16_gemm_nt: scales is 'block', but it has no scales"),
+        ("fp8_fp4_gemm_nt 128 64 7168 psum", "line 3: fp8_fp4_gemm_nt: psum is given, but it has no option"),
         ("fp8_gemm_nt 128 1 7168 blocky", "line 3: no scales are called 'blocky'; known: block, "),
         ("fp8_gemm 128 4096 7168", "line 3: no operation is called 'fp8_gemm'"),
-        ("fp8_mqa_logits 128 4096 7168", "line 3: fp8_fp4_mqa_logits has no size M"),
+        ("fp8_mqa_logits 128 4096 7168", "line 3: fp8_mqa_logits has no size M"),
     ],
 )
 def test_it_reads_its_shapes(
@@ -205,6 +213,56 @@ def test_groups_of_a_shape(tmp_path: Path) -> None:
     read = precompile.read_shapes(Path(shapes(tmp_path, lines)))
     assert [call.problem.groups for call in read if isinstance(call.problem, Gemm)] == [3, 256, 8]
     assert len({precompile.label(call) for call in read}) == 3
+
+
+def test_storage_of_a_shape(tmp_path: Path) -> None:
+    """What follows K may stand in any order; labels tell the calls apart, and are lines but for M."""
+    name = "m_grouped_fp8_fp4_gemm_nt_contiguous"
+    lines = [
+        f"{name} 8 128 256 packed G=4 fp4=b gran_k=32 psum alignment=64",
+        f"{name} 8 128 256 alignment=64 psum fp4=b gran_k=32 packed G=4",
+        f"{name} 8 128 256 G=4 block",
+        f"{name} 8 128 256 G=4 block_1d1d",
+        f"{name} 8 128 256 G=4 psum",
+    ]
+    read = precompile.read_shapes(Path(shapes(tmp_path, "\n".join(lines))))
+    assert read[0].problem == read[1].problem
+    problem = read[0].problem
+    assert isinstance(problem, Gemm)
+    assert (problem.grouping, problem.alignment, problem.packed_axes) == ("psum", 64, (0, -1))
+    assert [precompile.label(call) for call in read[1:]] == [
+        f"{name} N=128 K=256 G=4 packed psum fp4=b gran_k=32 alignment=64",
+        f"{name} N=128 K=256 G=4 block",
+        f"{name} N=128 K=256 G=4 block_1d1d",
+        f"{name} N=128 K=256 G=4 block psum",
+    ]
+
+
+def alignments(listed: list[calls.Call]) -> dict[str, int]:
+    return {
+        call.called: call.problem.alignment
+        for call in listed
+        if isinstance(call.problem, Gemm) and calls.has_option(call.op, "alignment")
+    }
+
+
+def test_an_alignment_for_all_calls_that_take_one(
+    tmp_path: Path, backend: CompilingBackend, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert alignments(precompile.model_calls("deepseek-v3")) == {"m_grouped_fp8_gemm_nt_contiguous": 128}
+    assert alignments(precompile.model_calls("deepseek-v3", 64)) == {"m_grouped_fp8_gemm_nt_contiguous": 64}
+    lines = (
+        DENSE
+        + "m_grouped_bf16_gemm_nt_contiguous 8 64 64\nm_grouped_bf16_gemm_nn_contiguous 8 64 64 alignment=8\n"
+    )
+    read = precompile.read_shapes(Path(shapes(tmp_path, lines)), 64)
+    assert list(alignments(read).values()) == [64, 8]
+    file = shapes(tmp_path, DENSE)
+    assert run("--shapes", file, "--arch", "sm90a", "--alignment", "64") == 2
+    assert "--alignment is given, but no call that is listed takes one" in capsys.readouterr().err
+    assert run("--model", "dsv3", "--arch", "sm90a", "--alignment", "-8") == 2
+    assert "m_grouped_fp8_gemm_nt_contiguous: alignment is -8; it must be" in capsys.readouterr().err
+    assert backend.asked == []
 
 
 # The kernels of the CUDA backend ----------------------------------------------------------------------------

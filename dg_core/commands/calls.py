@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 
 from .. import ops
-from ..backend import Problem
+from ..backend import Gemm, Problem
 from ..errors import ArgumentError, DGError
-from ..layout import BLOCK_1X128, BLOCK_128X128, PACKED_128, PER_ROW, ScaleFormat, ceil_div
-from ..opspec import Arg, Cost, Op, Options, Tensors, cost
+from ..layout import BLOCK_1X128, BLOCK_128X128, PACKED_128, PACKED_FP4, PER_ROW, ScaleFormat, ceil_div
+from ..opspec import Arg, Cost, Op, Options, Tensors, check_options, cost
 
 Made = TypeVar("Made")
 
@@ -22,6 +22,8 @@ SCALES: Mapping[str, tuple[ScaleFormat, ScaleFormat]] = {
     "packed": (PACKED_128, PACKED_128),
     "channelwise": (PER_ROW, PER_ROW),
 }
+FP4 = ("a", "b", "ab")
+GRAN_K = (32, 128)
 # Sizes that a caller gives, and what they are where none are given: a decoding batch on a large model's
 # layer.
 DEFAULTS = {
@@ -54,11 +56,60 @@ _SHAPES: Mapping[tuple[str, str], str] = {
 
 
 @dataclass(frozen=True)
+class Storage:
+    """How the tensors of a call are stored, where its operation leaves that open. A choice that is made for
+    an operation without it is a wrong call.
+
+    Attributes:
+        scales: a name of ``SCALES``; left out, ``block`` where operands have scales. An operand of packed FP4
+            has a scale for each row, never for 128 of them.
+        gran_k: values along K that share a scale, 32 or 128; left out, 128 (channelwise: all of K).
+        fp4: the operands that hold packed FP4, along K: a name of ``FP4``, or none.
+        psum: the layout of groups holds end rows.
+        alignment: rows at whose multiples groups start; left out, the process-wide number.
+
+    Raises:
+        ArgumentError: a value that no operation has.
+    """
+
+    scales: str | None = None
+    gran_k: int | None = None
+    fp4: str = ""
+    psum: bool = False
+    alignment: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.scales not in (None, *SCALES):
+            raise ArgumentError(f"no scales are called {self.scales!r}; known: {', '.join(SCALES)}")
+        if self.gran_k not in (None, *GRAN_K):
+            raise ArgumentError(f"gran_k is {self.gran_k}; it must be {' or '.join(map(str, GRAN_K))}")
+        if self.fp4 not in ("", *FP4):
+            raise ArgumentError(f"fp4 is {self.fp4!r}; it must be one of {', '.join(FP4)}")
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The choices that are made, as a line of ``precompile --shapes`` has them."""
+        named = {"fp4": self.fp4, "gran_k": self.gran_k, "alignment": self.alignment}
+        told = (f"{name}={value}" for name, value in named.items() if value)
+        return (*([self.scales] if self.scales else []), *(["psum"] if self.psum else []), *told)
+
+
+USUAL = Storage()
+
+
+@dataclass(frozen=True)
 class Call:
-    """A checked call: its tensors have shapes and dtypes but no storage (torch's device ``meta``)."""
+    """A checked call: its tensors have shapes and dtypes but no storage (torch's device ``meta``).
+
+    Attributes:
+        called: the name that the caller used, which errors have; ``op`` may have others.
+        storage: as the tensors have it: scales are named where there are any.
+    """
 
     op: Op
+    called: str
     sizes: Mapping[str, int]
+    storage: Storage
     tensors: Tensors
     options: Options
     problem: Problem
@@ -79,42 +130,149 @@ def size_names(op: Op) -> tuple[str, ...]:
     return tuple(sorted(found, key=list(DEFAULTS).index))
 
 
-def make_call(op: Op, given: Mapping[str, int] | None = None, scales: str = "block") -> Call:
-    """The call of ``op`` with these sizes (others are ``DEFAULTS``) and this family of scales.
+def call_of(
+    name: str, given: Mapping[str, int] | None = None, storage: Storage = USUAL, expression: str | None = None
+) -> Call:
+    """The call of the operation that ``find`` has for this name.
 
     Raises:
-        ArgumentError: the operation has no such size, a size is negative, or a tensor has 2**63 bytes or
-        more.
+        ArgumentError, ShapeError, DTypeError: as ``find`` and ``make_call`` do, of this name.
+    """
+    return make_call(find(name, expression), given, storage, name)
+
+
+def make_call(
+    op: Op, given: Mapping[str, int] | None = None, storage: Storage = USUAL, called: str = ""
+) -> Call:
+    """The call of ``op`` with these sizes (others are ``DEFAULTS``), stored like this.
+
+    Args:
+        called: the name of ``op`` that errors have; its first one if left out.
+
+    Raises:
+        ArgumentError: the operation has no such size or choice of storage, a size is negative, or a tensor
+            has 2**63 bytes or more.
         ShapeError, DTypeError: what the operation itself refuses.
     """
+    named = replace(op, name=called) if called not in ("", op.name) else op
     names = size_names(op)
     for name, value in (given or {}).items():
         if name not in names:
-            raise ArgumentError(f"{op.name} has no size {name}; it has {', '.join(names)}")
+            raise ArgumentError(f"{named.name} has no size {name}; it has {', '.join(names)}")
         if value < 0:
-            raise ArgumentError(f"{op.name}: {name} is {value}; a size is at least 0")
+            raise ArgumentError(f"{named.name}: {name} is {value}; a size is at least 0")
     sizes = {name: (given or {}).get(name, DEFAULTS[name]) for name in names}
+    storage = _checked(named, storage, sizes)
     derived = {name: rule(sizes) for name, (parts, rule) in _DERIVED.items() if set(parts) <= set(sizes)}
-    every = {**sizes, **derived}
-    tensors = tuple(_tensor(op, arg, every, scales) for arg in op.args)
-    options = tuple(_option(op, option.name, option.default, every) for option in op.options)
-    dims = op.check(*tensors)
-    problem, _ = op.prepare(op, dims, tensors, options)
+    every = {**sizes, **derived, **({"L": sizes["G"]} if storage.psum else {})}
+    tensors = tuple(_tensor(named, arg, every, storage) for arg in op.args)
+    options = tuple(_option(op, option.name, option.default, every, storage) for option in op.options)
+    check_options(named, options)
+    dims = named.check(*tensors)
+    problem, _ = op.prepare(named, dims, tensors, options)
+    problem = replace(problem, op=op.name)  # what backends know it by
     fake = op.fake
-    result = () if fake is None else (_within_addresses(op, lambda: fake(tensors, options)),)
-    work = cost(op, {**every, **dims}, (*tensors, *result))
-    return Call(op, sizes, tensors, options, problem, work)
+    result = () if fake is None else (_within_addresses(named, lambda: fake(tensors, options)),)
+    work = _work(op, {**every, **dims}, (*tensors, *result), problem)
+    return Call(op, named.name, sizes, storage, tensors, options, problem, work)
 
 
-def _tensor(op: Op, arg: Arg, sizes: Mapping[str, int], scales: str) -> torch.Tensor | None:
-    if arg.optional:
+def has_scales(op: Op) -> bool:
+    """Whether ``a`` and ``b`` have scales, of a family that a caller chooses."""
+    return any(arg.scale_of in ("a", "b") for arg in op.args)
+
+
+def has_option(op: Op, name: str) -> bool:
+    return any(option.name == name for option in op.options)
+
+
+def _checked(op: Op, storage: Storage, sizes: Mapping[str, int]) -> Storage:
+    """``storage`` with its scales named.
+
+    Raises:
+        ArgumentError: the operation leaves no such choice.
+    """
+    for name, value in (("scales", storage.scales), ("gran_k", storage.gran_k)):
+        if value is not None and not has_scales(op):
+            raise ArgumentError(f"{op.name}: {name} is {value!r}, but it has no scales of operands a and b")
+    for name, value, option in (
+        ("psum", storage.psum, "use_psum_layout"),
+        ("alignment", storage.alignment is not None, "alignment"),
+    ):
+        if value and not has_option(op, option):
+            raise ArgumentError(f"{op.name}: {name} is given, but it has no option {option}")
+    for side in storage.fp4:
+        if side not in op.positions or not op.args[op.positions[side]].packed:
+            raise ArgumentError(
+                f"{op.name}: fp4 is {storage.fp4!r}, but it has no operand {side} that may be packed FP4"
+            )
+        if sizes["K"] % 2:
+            raise ArgumentError(
+                f"{op.name}: K is {sizes['K']}; packed FP4 takes an even K, two values a byte"
+            )
+    if not has_scales(op):
+        return storage
+    scales = storage.scales or "block"
+    if op.sampler == "k_grouped" and scales == "channelwise":
+        raise ArgumentError(f"{op.name}: scales is {scales!r}, but one along K would cover several groups")
+    if storage.gran_k is not None and scales == "channelwise":
+        raise ArgumentError(f"{op.name}: gran_k is {storage.gran_k}, but a channelwise scale covers all of K")
+    return replace(storage, scales=scales)
+
+
+# Work -------------------------------------------------------------------------------------------------------
+
+
+def groups_with_rows(problem: Gemm) -> int:
+    """How many groups of contiguous rows can have any: a labelled row is one of a group, and those of a psum
+    layout start at multiples of the alignment."""
+    apart = problem.alignment if problem.grouping == "psum" else 1
+    return min(problem.groups, ceil_div(problem.m, apart))
+
+
+def _work(op: Op, dims: Mapping[str, int], tensors: Tensors, problem: Problem) -> Cost:
+    """The work of a call in which every row is valid and as many groups have rows as can.
+
+    Weights of groups without rows stay where they are; where nothing is multiplied so do all operands, and
+    rows of no group are left as they were.
+    """
+    moved: dict[str, torch.Tensor | None] = dict(zip(op.positions, tensors, strict=False))
+    returned = tensors[len(moved) :]
+    if isinstance(problem, Gemm) and problem.grouping in ("contiguous", "psum"):
+        groups = groups_with_rows(problem)
+        if not groups:
+            return Cost(0, 0)
+        for name in ("b", "sfb"):
+            weights = moved.get(name)
+            moved[name] = None if weights is None else weights[:groups]
+    work = cost(op, dims, (*moved.values(), *returned))
+    if op.flops and not work.flops:
+        return cost(op, dims, (*(moved[arg.name] for arg in op.args if arg.out), *returned))
+    return work
+
+
+# Tensors and options ----------------------------------------------------------------------------------------
+
+
+def _tensor(op: Op, arg: Arg, sizes: Mapping[str, int], storage: Storage) -> torch.Tensor | None:
+    if arg.optional and not (storage.psum and arg.name == "grouped_layout"):
         return None
+    if arg.name in tuple(storage.fp4):
+        return _within_addresses(op, lambda: _packed(op, arg, sizes))
     if arg.scale_of and not arg.axes:
-        shape, dtype = _scale(op, arg, sizes, scales)
+        shape, dtype = _scale(op, arg, sizes, storage)
     else:
         text = arg.axes or _SHAPES[op.sampler, arg.name]
         shape, dtype = tuple(_size(axis, sizes) for axis in text.split()), arg.dtypes[0]
     return _within_addresses(op, lambda: torch.empty(shape, dtype=dtype, device="meta"))
+
+
+def _packed(op: Op, arg: Arg, sizes: Mapping[str, int]) -> torch.Tensor:
+    """An operand of FP4, two values of K a byte: K is its contiguous axis, whichever the caller's is last."""
+    inner = contracted(op)
+    axes = [axis for axis in op.axis_names(arg.name) if axis != inner]
+    x = torch.empty(*(sizes[axis] for axis in axes), sizes[inner] // 2, dtype=PACKED_FP4, device="meta")
+    return x.transpose(-1, -2) if arg.transposed else x
 
 
 def _within_addresses(op: Op, make: Callable[[], Made]) -> Made:
@@ -149,12 +307,25 @@ def contracted(op: Op) -> str:
     return [axis for axis in a if axis in b and axis not in d][-1]
 
 
-def _scale(op: Op, arg: Arg, sizes: Mapping[str, int], scales: str) -> tuple[tuple[int, ...], torch.dtype]:
+def formats(op: Op, storage: Storage) -> tuple[ScaleFormat, ScaleFormat]:
+    """What one scale of a and one of b cover."""
+    chosen = SCALES[storage.scales or "block"]
+    if op.sampler == "k_grouped":  # one scale a row, group after group along K, whatever the family
+        chosen = (PACKED_128, PACKED_128) if chosen[0].packed else (BLOCK_1X128, BLOCK_1X128)
+    a, b = (
+        replace(fmt, gran_mn=1 if side in storage.fp4 else fmt.gran_mn, gran_k=storage.gran_k or fmt.gran_k)
+        for side, fmt in zip("ab", chosen, strict=True)
+    )
+    return a, b
+
+
+def _scale(
+    op: Op, arg: Arg, sizes: Mapping[str, int], storage: Storage
+) -> tuple[tuple[int, ...], torch.dtype]:
     """Shape and dtype of an operand's scales: every axis divided by what one scale covers of it."""
     side = arg.scale_of
-    fmt = SCALES[scales]["ab".index(side)]
-    if op.sampler == "k_grouped":  # one scale a row, group after group along K, whatever the family
-        fmt = PACKED_128 if fmt.packed else BLOCK_1X128
+    fmt = formats(op, storage)["ab".index(side)]
+    if op.sampler == "k_grouped":
         blocks = sizes["G"] * fmt.shape(1, sizes["K"])[1]
         rows = sizes["M" if side == "a" else "N"]
         shape: tuple[int, ...] = (blocks, rows) if arg.transposed else (rows, blocks)
@@ -169,11 +340,18 @@ def _scale(op: Op, arg: Arg, sizes: Mapping[str, int], scales: str) -> tuple[tup
     return shape, torch.int32 if fmt.packed else torch.float32
 
 
-def _option(op: Op, name: str, default: Any, sizes: Mapping[str, int]) -> Any:
+def _option(op: Op, name: str, default: Any, sizes: Mapping[str, int], storage: Storage) -> Any:
     if name == "ks_cpu":
         return (sizes["K"],) * sizes["G"]
     if name == "head_splits":
         return (sizes["N"], 0, 0)
+    if name == "use_psum_layout":
+        return storage.psum
+    if name == "alignment":
+        return storage.alignment
+    if name == "recipe" and storage.gran_k is not None:
+        a, b = formats(op, storage)
+        return a.gran_mn, b.gran_mn, storage.gran_k
     return sizes.get(name, default)
 
 
@@ -186,7 +364,7 @@ def find(name: str, expression: str | None = None) -> Op:
     """The operation of a public name (``einsum`` and ``fp8_einsum`` need an expression).
 
     Raises:
-        ArgumentError: there is none; the message lists near names.
+        ArgumentError: there is none (the message lists near names), or it has no expression.
     """
     table = {"einsum": ops.einsums, "fp8_einsum": ops.fp8_einsums}
     if name in table:
@@ -200,6 +378,8 @@ def find(name: str, expression: str | None = None) -> Op:
         words = name.split("_")
         near = [known for known in known_names if all(word in known for word in words)] or sorted(known_names)
         raise ArgumentError(f"no operation is called {name!r}; known: {', '.join(near)}")
+    if expression is not None:
+        raise ArgumentError(f"{name} has no expression; {' and '.join(table)} have one")
     return known_names[name]
 
 

@@ -106,12 +106,12 @@ def _sizes(context: click.Context, parameter: click.Parameter, given: tuple[str,
 @click.option(
     "--size", "more", multiple=True, callback=_sizes, metavar="NAME=NUMBER", help="Any other size; repeat."
 )
+@click.option("--scales", type=click.Choice(list(calls.SCALES)), help="Scale family; block if left out.")
+@click.option("--gran-k", type=int, help="Values along K that share a scale: 128 (if left out) or 32.")
+@click.option("--fp4", type=click.Choice(calls.FP4), help="Operands that hold packed FP4.")
+@click.option("--psum", is_flag=True, help="The layout of groups holds end rows instead of labels.")
 @click.option(
-    "--scales",
-    type=click.Choice(list(calls.SCALES)),
-    default="block",
-    show_default=True,
-    help="Scale family.",
+    "--alignment", type=int, help="Rows at whose multiples contiguous groups start; 128 if left out."
 )
 @click.option("--expr", help="Expression of einsum and fp8_einsum, such as 'bhr,hdr->bhd'.")
 @click.option(
@@ -119,18 +119,19 @@ def _sizes(context: click.Context, parameter: click.Parameter, given: tuple[str,
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
-    op: str, m: int | None, n: int | None, k: int | None, groups: int | None, more: dict[str, int], scales:
-    str, expr: str | None, arch: str | None, as_json: bool,
+    op: str, m: int | None, n: int | None, k: int | None, groups: int | None, more: dict[str, int],
+    scales: str | None, gran_k: int | None, fp4: str | None, psum: bool, alignment: int | None,
+    expr: str | None, arch: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """What a call of OP would run, on which backend, and why; the problem it normalises to, and its cost.
 
     Sizes that are not given have defaults, which the output shows. Nothing is computed.
     """
-    operation = calls.find(op, expr)
     named = {
         name: value for name, value in (("M", m), ("N", n), ("K", k), ("G", groups)) if value is not None
     }
-    call = calls.make_call(operation, {**named, **more}, scales)
+    storage = calls.Storage(scales, gran_k, fp4 or "", psum, alignment)
+    call = calls.call_of(op, {**named, **more}, storage, expr)
     choice = choose_for(call, arch)
     if as_json:
         click.echo(json.dumps(_as_json(call, choice), indent=2))
@@ -150,14 +151,16 @@ def _tensors(call: calls.Call) -> dict[str, Any]:
 
 def _as_json(call: calls.Call, choice: Choice) -> dict[str, Any]:
     return {
-        "op": call.op.name, "sizes": dict(call.sizes), "tensors": _tensors(call),
+        "op": call.op.name, "called": call.called, "sizes": dict(call.sizes),
+        "storage": dataclasses.asdict(call.storage), "tensors": _tensors(call),
         "problem": {"kind": type(call.problem).__name__, **_facts(call)},
         "cost": dataclasses.asdict(call.cost), "choice": dataclasses.asdict(choice),
     }  # fmt: skip
 
 
 def _show(call: calls.Call, choice: Choice) -> None:
-    click.echo(f"{call.op.name}  {calls.dims_text(call.sizes)}")
+    title = call.called if call.called == call.op.name else f"{call.called} ({call.op.name})"
+    click.echo(f"{title}  {calls.dims_text(call.sizes)}")
     click.echo(textwrap.fill(call.op.words, WIDTH, initial_indent="  ", subsequent_indent="  "))
     shown = terminal.table("", "", "", grow="")
     shown.show_header = False

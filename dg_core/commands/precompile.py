@@ -26,44 +26,78 @@ SHOWN_FAILURES = 3  # in full; a header that does not compile fails every kernel
 # What there is to compile -----------------------------------------------------------------------------------
 
 
-def read_shapes(file: Path) -> list[calls.Call]:
-    """The calls that a file lists, one ``OP M N K [SCALES] [G=GROUPS]`` a line; empty lines and those that
-    start with # count for nothing.
+LINE = "OP M N K [SCALES] [G=GROUPS] [psum] [alignment=ROWS] [fp4=OPERANDS] [gran_k=VALUES]"
+_SIZES, _NAMED = ("M", "N", "K", "G"), ("G", "alignment", "fp4", "gran_k")
+
+
+def read_line(line: str, alignment: int | None = None) -> calls.Call:
+    """The call of one ``LINE``; what follows K may stand in any order.
+
+    Args:
+        alignment: of groups, where the line has none.
+
+    Raises:
+        ArgumentError: it is no such line.
+        ArgumentError, ShapeError, DTypeError: there is no such call.
+    """
+    words = line.split()
+    found = dict(zip(("op", "M", "N", "K"), words, strict=False))
+    ok = len(found) == 4
+    for word in words[4:]:
+        name, equals, value = word.partition("=")
+        if not equals:
+            name, value = ("psum", word) if word == "psum" else ("scales", word)
+        ok = ok and name not in found and (not equals or name in _NAMED)
+        found[name] = value
+    numbers = {name: found[name] for name in (*_SIZES, "alignment", "gran_k") if name in found}
+    if not ok or not all(text.isdecimal() and len(text) < 20 for text in numbers.values()):
+        raise ArgumentError(f"{line.strip()!r:.100} is not {LINE}")
+    values = {name: int(text) for name, text in numbers.items()}
+    storage = calls.Storage(
+        found.get("scales"), values.get("gran_k"), found.get("fp4", ""), "psum" in found,
+        values.get("alignment"),
+    )  # fmt: skip
+    sizes = {name: values[name] for name in _SIZES if name in values}
+    return calls.call_of(found["op"], sizes, _aligned(found["op"], storage, alignment))
+
+
+def _aligned(op: str, storage: calls.Storage, alignment: int | None) -> calls.Storage:
+    """``storage`` with this alignment where it has none and the operation takes one."""
+    if storage.alignment is None and calls.has_option(calls.find(op), "alignment"):
+        return dataclasses.replace(storage, alignment=alignment)
+    return storage
+
+
+def read_shapes(file: Path, alignment: int | None = None) -> list[calls.Call]:
+    """The calls that a file lists, one ``LINE`` a line; empty lines and those that start with # count for
+    nothing.
 
     Raises:
         ArgumentError: a line is something else; the message has its number.
     """
     found = []
     for number, line in enumerate(file.read_text(encoding="utf-8-sig", errors="replace").splitlines(), 1):
-        words = line.split()
-        if not words or words[0].startswith("#"):
+        if not line.strip() or line.lstrip().startswith("#"):
             continue
-        where = f"{file}, line {number}"
-        groups = words.pop()[2:] if words[-1].startswith("G=") else None
-        numbers = words[1:4] if groups is None else [*words[1:4], groups]
-        if len(words) not in (4, 5) or not all(word.isdecimal() and len(word) < 20 for word in numbers):
-            raise ArgumentError(f"{where}: {line.strip()!r:.100} is not OP M N K [SCALES] [G=GROUPS]")
-        scales = words[4] if len(words) == 5 else "block"
-        if scales not in calls.SCALES:
-            raise ArgumentError(f"{where}: no scales are called {scales!r}; known: {', '.join(calls.SCALES)}")
         try:
-            sizes = dict(zip("MNKG", map(int, numbers), strict=False))
-            found.append(calls.make_call(calls.find(words[0]), sizes, scales))
+            found.append(read_line(line, alignment))
         except DGError as error:
-            raise ArgumentError(f"{where}: {error}") from error
+            raise ArgumentError(f"{file}, line {number}: {error}") from error
     return found
 
 
-def model_calls(model: str) -> list[calls.Call]:
+def model_calls(model: str, alignment: int | None = None) -> list[calls.Call]:
     """What a model's layers call."""
-    return [calls.make_call(calls.find(layer.op), layer.sizes) for layer in MODELS[model]]
+    return [
+        calls.call_of(layer.op, layer.sizes, _aligned(layer.op, calls.USUAL, alignment))
+        for layer in MODELS[model]
+    ]
 
 
 def label(call: calls.Call) -> str:
     """A call without its M: kernels are compiled for every M."""
-    fmt = getattr(call.problem, "sfb", None)
     sizes = {name: size for name, size in call.sizes.items() if name != "M"}
-    return f"{call.op.name} {calls.dims_text(sizes)}" + (f" {fmt.family}" if fmt else "")
+    return " ".join((call.called, calls.dims_text(sizes), *call.storage.words))
 
 
 @dataclasses.dataclass
@@ -156,15 +190,20 @@ def _arch_here() -> str:
 @click.option("--model", type=click.Choice(list(MODELS)), help="Compile what this model's layers call.")
 @click.option(
     "--shapes", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
-    help="Compile for the calls that FILE lists, one `OP M N K [SCALES] [G=GROUPS]` a line.",
+    help=f"Compile for the calls that FILE lists, one `{LINE}` a line.",
 )  # fmt: skip
 @click.option(
     "--arch", type=click.Choice(CUDA_ARCHS), help="Architecture; that of the card at hand if left out."
 )
 @click.option(
+    "--alignment", type=int, help="Rows at whose multiples contiguous groups start; 128 if left out."
+)
+@click.option(
     "--jobs", type=click.IntRange(min=1), help="Compilers that run at once; one a core if left out."
 )
-def command(model: str | None, shapes: Path | None, arch: str | None, jobs: int | None) -> None:
+def command(
+    model: str | None, shapes: Path | None, arch: str | None, alignment: int | None, jobs: int | None
+) -> None:
     """Compile kernels ahead of their first use, into the cache. No card is needed.
 
     Each call stands for every M at its N and K. Exit status 1 when a kernel does not compile or is not kept,
@@ -172,7 +211,10 @@ def command(model: str | None, shapes: Path | None, arch: str | None, jobs: int 
     """
     if (model is None) == (shapes is None):
         raise click.UsageError("give one of --model NAME and --shapes FILE")
-    listed = model_calls(model) if model is not None else read_shapes(shapes) if shapes is not None else []
+    listed = model_calls(model, alignment) if model is not None else []
+    listed += read_shapes(shapes, alignment) if shapes is not None else []
+    if alignment is not None and not any(call.storage.alignment for call in listed):
+        raise click.UsageError("--alignment is given, but no call that is listed takes one")
     arch = arch or _arch_here()
     backend_name = ARCHS[arch]
     try:
