@@ -16,7 +16,7 @@ endif
 MADE_FROM := pyproject.toml setup.py constraints.txt tools/environment.py $(wildcard csrc_cuda/host/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types rooms packaging tests test-gpu test-floor bench docs wheel clean
+.PHONY: help demo test lint types rooms hip packaging tests test-gpu test-floor bench docs wheel clean
 
 help:       ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -24,7 +24,7 @@ help:       ## this list
 demo: $(ENV)  ## what is installed, a tour of the operations, and a real model in FP8
 	@$(RUN) -m dg_core demo
 
-test:       ## lint, types, rooms, packaging and tests, and the minutes that each part took
+test:       ## lint, types, rooms, hip, packaging and tests, and the minutes that each part took
 	@$(CHECK)
 
 lint:       ## ruff, clang-format, the links of the checkout
@@ -34,6 +34,9 @@ types:      ## mypy --strict
 	@$(CHECK) $@
 
 rooms:      ## import-linter: which module may import which
+	@$(CHECK) $@
+
+hip:        ## build_dcu.sh: the HIP kernels for the processor, and for gfx950 where clang-22 is
 	@$(CHECK) $@
 
 packaging:  ## pytest: an editable install, a wheel, a wheel from an sdist and PYTHONPATH give the same package
@@ -58,7 +61,7 @@ wheel: $(ENV)  ## an sdist, and a wheel from it, in dist/
 	@$(RUN) -m build --no-isolation --outdir dist .
 
 clean:      ## remove what the other targets wrote, the environments included
-	rm -rf .venv .venv-floor build dist backends/cuda/_C*.so *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-floor build dist backends/cuda/_C*.so backends/hip/lib *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/stamp: $(MADE_FROM)

@@ -8,6 +8,9 @@ The device headers ship as text.  The native CUDA launcher (csrc_cuda/host) is c
 and pybind11 are, and a wheel is then for one platform and one Python; without it launches go through Python,
 and the wheel is `py3-none-any`.  DG_SKIP_CUDA_BUILD=1 leaves it out; DG_FORCE_BUILD=1 compiles it anew and
 makes its failure an error; FMT_INCLUDE names a folder with fmt's headers.
+
+Built HIP kernels (backends/hip/lib) are in the wheel under DG_PACKAGE_HIP=1 alone, which build_dcu.sh sets;
+it is then for one platform and every Python 3.
 """
 
 import importlib.util
@@ -15,13 +18,16 @@ import os
 import sys
 from pathlib import Path
 
-from setuptools import Extension, find_namespace_packages, setup
+from setuptools import Distribution, Extension, find_namespace_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 HOST = Path("csrc_cuda", "host")
 SKIP = os.environ.get("DG_SKIP_CUDA_BUILD") == "1"
 FORCE = os.environ.get("DG_FORCE_BUILD") == "1"
+WITH_HIP = os.environ.get("DG_PACKAGE_HIP") == "1"
+HIP_FILES = ["manifest.csv", "libdg_hip_*.so", "*.co", "*.cubin"] if WITH_HIP else []
 
 
 def require_links() -> None:
@@ -89,12 +95,28 @@ class BuildNative(build_ext):
                 wheel.root_is_pure = True  # it was asked before the compiler was
 
 
+class HipDistribution(Distribution):
+    """Built HIP kernels are for one platform, though no extension module is."""
+
+    def has_ext_modules(self) -> bool:
+        return WITH_HIP or super().has_ext_modules()
+
+
+class HipWheel(bdist_wheel):
+    """Without an extension module a wheel serves every Python, for one platform too."""
+
+    def get_tag(self) -> "tuple[str, str, str]":
+        python, abi, platform = super().get_tag()
+        return ("py3", "none", platform) if not self.distribution.ext_modules else (python, abi, platform)
+
+
 require_links()
 setup(
     package_dir={"": "."},
     # The directories of kernel sources hold no Python, so they are namespace packages to setuptools.
     packages=find_namespace_packages(".", include=["dg_core", "dg_core.*"], exclude=["*.__pycache__"]),
-    package_data={"": ["py.typed", "*.cuh", "*.h", "*.hpp"]},
+    package_data={"": ["py.typed", "*.cuh", "*.h", "*.hpp", *HIP_FILES]},
     ext_modules=native_extensions(),
-    cmdclass={"build_ext": BuildNative},
+    distclass=HipDistribution,
+    cmdclass={"build_ext": BuildNative, "bdist_wheel": HipWheel},
 )

@@ -114,6 +114,8 @@ _TABLE = (
     _v("Tests", "DG_MQA_NUM_CASES", "int", None,
        "Run only this many randomly drawn MQA cases of the benchmarks."),
     _v("Build", "DG_SKIP_CUDA_BUILD", "flag", False, "Install without building the native CUDA launcher."),
+    _v("Build", "DG_PACKAGE_HIP", "flag", False,
+       "Put the built HIP kernels, backends/hip/lib, into the wheel; build_dcu.sh sets it."),
     _v("Build", "DG_FORCE_BUILD", "flag", False,
        "Build the native parts again even where a build exists, and fail where one does not build."),
     _v("Build", "DG_JIT_USE_RUNTIME_API", "flag", False,

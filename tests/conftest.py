@@ -16,6 +16,7 @@ from dg_core import config, dispatch, ops, samples
 from dg_core.backend import Availability, Plan, Problem, Target
 
 from .cuda_compilers import FakeCompiler, header_tree
+from .hip_library import on_hip as on_hip  # a fixture of all tests
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -246,9 +246,10 @@ def test_explain_for_another_machine(
 
 
 def test_explain_obeys_the_backend_that_was_asked_for(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("DG_BACKEND", "hip")
+    monkeypatch.setenv("DG_HIP_LIB_DIR", str(tmp_path))  # where nothing is built
     config.reload()
     status, text = explain(capsys, "fp8_gemm_nt", "--json")
     choice = json.loads(text)["choice"]

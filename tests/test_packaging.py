@@ -34,6 +34,7 @@ NOT_COPIED = (
     ".git",
     ".venv*",
     "build",
+    "lib",  # what build_dcu.sh made of this tree
     "dist",
     "*.egg-info",
     ".*_cache",
@@ -312,6 +313,76 @@ def test_a_forced_build_fails_without_a_compiler(tree: Path, tmp_path: Path) -> 
     built = build_wheel(tree, tmp_path, DG_FORCE_BUILD="1", **NO_COMPILER)
     assert built.returncode != 0
     assert "error: the native CUDA launcher is not built: " in built.stderr
+
+
+# The wheel with built HIP kernels --------------------------------------------------------------------------
+
+HIP_PRODUCT = """
+import sys
+sys.modules["dg_core.backends.reference"] = None  # nobody else can have run it
+import torch, dg_core
+from dg_core import dispatch
+generator = torch.Generator().manual_seed(1)
+a, b = (torch.randn(n, 96, generator=generator).bfloat16() for n in (40, 72))
+d = torch.empty(40, 72, dtype=torch.bfloat16)
+dg_core.bf16_gemm_nt(a, b, d)
+exact = a.double() @ b.double().T
+print(dg_core.__file__)
+print(float((d.double() - exact).abs().max() / exact.abs().max()))
+print(*dispatch.load_backend("hip").details().values(), sep="\\n")
+"""
+
+
+@pytest.fixture(scope="module")
+def hip_wheel(tree: Path, wheel: Path, sdist_wheel: Path) -> Path:
+    """By build_dcu.sh, for the processor; after the ordinary wheels, which know nothing of it."""
+    if shutil.which("c++") is None:
+        pytest.skip("c++ is not installed")
+    objects = ROOT / "build" / "hip" / "objects"  # by the hash of what they are made from
+    if objects.is_dir():
+        shutil.copytree(objects, tree / "build" / "hip" / "objects", dirs_exist_ok=True)
+    run("bash", "build_dcu.sh", "--target", "host", cwd=tree, PYTHON=sys.executable)
+    (path,) = (tree / "build" / "whl").glob("*.whl")
+    return path
+
+
+def test_the_hip_wheel_holds_the_kernels(hip_wheel: Path, wheel: Path) -> None:
+    """What the ordinary wheel holds without the native CUDA launcher, and the kernels with their manifest."""
+    assert hip_wheel.name.endswith(f"-py3-none-{sysconfig.get_platform().replace('-', '_')}.whl")
+    ordinary = {name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith(".so")}
+    lib = "dg_core/backends/hip/lib/host/"
+    more = set(zipfile.ZipFile(hip_wheel).namelist()) - ordinary
+    assert more == {f"{lib}libdg_hip_host.so", f"{lib}manifest.csv"}
+
+
+def test_the_hip_wheel_runs_a_product(hip_wheel: Path, tmp_path: Path) -> None:
+    python = bare_environment(tmp_path / "venv")
+    pip_install(python, hip_wheel, cwd=tmp_path)
+    file, error, *details = run(python, "-c", HIP_PRODUCT, cwd=tmp_path, DG_BACKEND="hip").splitlines()
+    assert Path(file).is_relative_to(tmp_path / "venv")
+    assert float(error) < 2**-8
+    assert re.fullmatch(rf"\d+ kernels in {Path(file).parent}/backends/hip/lib/host", details[0]), details
+
+
+def test_an_sdist_builds_the_hip_wheel(sdist_wheel: Path, hip_wheel: Path, tmp_path: Path) -> None:
+    """What somebody with DTK and no checkout does, for the processor."""
+    (archive,) = sdist_wheel.parent.glob("*.tar.gz")
+    run("tar", "-xf", archive, cwd=tmp_path)
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    if (ROOT / "build" / "hip" / "objects").is_dir():
+        shutil.copytree(ROOT / "build" / "hip" / "objects", folder / "build" / "hip" / "objects")
+    run("bash", "build_dcu.sh", "--target", "host", cwd=folder, PYTHON=sys.executable)
+    (path,) = (folder / "build" / "whl").glob("*.whl")
+    assert sorted(zipfile.ZipFile(path).namelist()) == sorted(zipfile.ZipFile(hip_wheel).namelist())
+
+
+def test_an_ordinary_wheel_beside_built_kernels(tree: Path, hip_wheel: Path, tmp_path: Path) -> None:
+    """What lies in backends/hip/lib is no part of it."""
+    assert (tree / "backends" / "hip" / "lib" / "host" / "manifest.csv").exists()
+    built = build_wheel(tree, tmp_path, DG_SKIP_CUDA_BUILD="1")
+    assert built.returncode == 0, built.stdout + built.stderr
+    (path,) = (tmp_path / "dist").glob("*-py3-none-any.whl")
+    assert not [name for name in zipfile.ZipFile(path).namelist() if "/lib/" in name]
 
 
 def test_source_parses_on_the_oldest_python() -> None:

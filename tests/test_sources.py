@@ -224,14 +224,6 @@ def test_build_scripts_without_a_compiler(
     assert reason in ran.stderr
 
 
-def test_build_dcu_host(tree: Path) -> None:
-    tool("g++")
-    ran = run_script("build_dcu.sh", tree, os.environ["PATH"], "--target", "host")
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "csrc_hip/checks/layout.cpp: ok" in ran.stdout
-    assert (tree / "build" / "hip" / "layout").exists()
-
-
 def test_build_cuda_reports_a_broken_header(tree: Path) -> None:
     tool("nvcc")
     broken = tree / "csrc_cuda" / "include" / "dg" / "common" / "math.cuh"
@@ -296,6 +288,65 @@ def test_build_cuda_builds_the_launcher(
     )
     assert left.returncode == 0, left.stdout + left.stderr
     assert re.search(r"^launcher +left out: DG_SKIP_CUDA_BUILD=1$", left.stdout, re.MULTILINE)
+
+
+# What continuous integration installs first -----------------------------------------------------------------
+
+PROGRAMS = ("clang-22", "ld.lld-22", "llvm-objdump-22")
+
+
+@pytest.mark.parametrize(
+    ("here", "user", "apt", "asked", "words"),
+    [
+        (PROGRAMS, 0, "exit 1", "", ""),
+        ((), 0, "exit 0", "update -qq|install -y -qq --no-install-recommends clang-22 lld-22 llvm-22|", ""),
+        (PROGRAMS[:1], 0, "exit 1", "update -qq|", "apt-get has no clang-22, lld-22 and llvm-22 here"),
+        (
+            (),
+            1000,
+            "exit 0",
+            "",
+            "clang-22, lld-22 and llvm-22 are missing, and nobody here may install them",
+        ),
+        ((), 0, "", "", "clang-22, lld-22 and llvm-22 are missing, and nobody here may install them"),
+    ],
+    ids=["there", "installed", "no package", "no root", "no apt"],
+)
+def test_ci_installs_a_compiler_and_goes_on_without(
+    tmp_path: Path, bare_path: str, here: tuple[str, ...], user: int, apt: str, asked: str, words: str
+) -> None:
+    """`make test` runs in each case."""
+    scripts = dict.fromkeys(here, "exit 0")
+    scripts |= {"id": f"echo {user}", "nproc": "echo 2", "python3": "echo Python 3", "make": "echo made $*",
+                "timeout": 'shift; exec "$@"'}  # fmt: skip
+    if apt:
+        scripts["apt-get"] = f'printf "%s|" "$*" >>{tmp_path}/asked; {apt}'
+    for name, line in scripts.items():
+        path = Path(bare_path) / name
+        path.write_text(f"#!{tool('bash')}\n{line}\n")
+        path.chmod(0o755)
+    command = [tool("bash"), str(ROOT / ".ci" / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, env={"PATH": bare_path})
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[-2:] == ["dg_core: make test on 2 cores, Python 3", "made test"]
+    assert lines[:-2] == ([f"dg_core: {words}"] if words else [])
+    told = tmp_path / "asked"
+    assert (told.read_text() if told.exists() else "") == asked
+
+
+def test_checks_say_which_targets_they_leave_out(bare_path: str) -> None:
+    """`make test` without clang-22 says so."""
+    code = "import check; print(check.hip_targets())"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, cwd=ROOT / "tools", capture_output=True, text=True, env={"PATH": bare_path}
+    )
+    assert done.stdout.splitlines() == [
+        "--- hip: host is not built: c++ not found",
+        "--- hip: gfx950 is not built: clang-22 and ld.lld-22 not found",
+        "[]",
+    ], done.stderr
 
 
 def test_asm_manifest_names_what_is_there() -> None:

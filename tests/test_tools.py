@@ -68,7 +68,7 @@ def test_a_slow_part_has_passed_and_says_so() -> None:
     assert words["rooms"].startswith("FAILED, slower than its budget")
 
 
-def test_the_budgets_stay_below_ten_minutes() -> None:
+def test_the_budgets_stay_well_below_fifteen_minutes() -> None:
     code = "import check; print(sum(check.BUDGET.values()))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "tools", capture_output=True, text=True)
-    assert 0 < float(result.stdout) < 10, result.stdout + result.stderr
+    assert 0 < float(result.stdout) < 13, result.stdout + result.stderr

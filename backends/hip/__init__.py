@@ -18,6 +18,8 @@ from dg_core.backend import (
     PROBLEMS,
     Availability,
     Gemm,
+    HcPrenorm,
+    KGrouped,
     MegaMoe,
     MegaStages,
     MqaLogits,
@@ -39,12 +41,16 @@ if TYPE_CHECKING:
 # ``obstacle(problem, tensors)`` what it cannot take: an empty text where there is nothing.
 _PLANNERS: dict[type, str] = {
     Gemm: "gemm",
+    KGrouped: "k_grouped",
     SfTransform: "transforms",
     MqaLogits: "logits",
     PagedMqaLogits: "logits",
     PagedMetadata: "logits",
+    HcPrenorm: "hyperconnection",
 }
 _MEGA_OPS = ("fp8_w8a8_mega_moe",)
+# The targets of architectures that have another name elsewhere.
+_TARGETS = {"cpu": "host", "sm90a": "cuda"}
 
 
 class HipBackend:
@@ -56,6 +62,8 @@ class HipBackend:
         return loader.available(device)
 
     def supports(self, problem: type, op: str, arch: str | None = None) -> Availability:
+        if arch is not None and _TARGETS.get(arch, arch) not in loader.ARCHES:
+            return Availability(False, f"it has no kernels for {arch}")
         if problem is MegaMoe:
             return _has(op in _MEGA_OPS, f"its Mega MoE is {', '.join(_MEGA_OPS)} alone")
         return _has(problem in _PLANNERS, f"it has no kernels for {problem.__name__}")
@@ -78,6 +86,9 @@ class HipBackend:
     def explain(self, problem: Problem, arch: str | None = None) -> str:
         words: str = _module(type(problem), problem.op).explain(problem)
         return words
+
+    def details(self) -> dict[str, str]:
+        return loader.details()
 
     def mega(self, problem: MegaMoe, exchange: Exchange, views: Mapping[str, Tensor]) -> MegaStages:
         mega = importlib.import_module(f"{__name__}.mega")

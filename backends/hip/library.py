@@ -1,7 +1,8 @@
 """Kernels of one architecture: the interface that plans launch through, and the host library behind it.
 
 A kernel takes one struct. Its fields come with it as text (``ptr a;i64 rows;``), so a launch names its
-arguments and no second declaration of the struct exists.
+arguments and no second declaration of the struct exists. Needs no torch: the build loads the host library
+too.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
-
-from torch import Tensor
 
 from dg_core.errors import BackendUnavailable, DGError
 
@@ -60,9 +59,24 @@ class Kernel:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
+    if hasattr(value, "data_ptr"):
         return value.data_ptr()
     return 0 if value is None else value
+
+
+def sized(kernel: Kernel, origin: str) -> Kernel:
+    """``kernel``, if its fields make a struct of the size that the compiler gave it.
+
+    Raises:
+        BackendUnavailable: they do not; ``origin`` is the file in the message.
+    """
+    size = ctypes.sizeof(arguments_of(kernel.fields))
+    if size != kernel.nbytes:
+        raise BackendUnavailable(
+            f"hip: {origin}: the argument of {kernel.name} has {kernel.nbytes} bytes, not the {size} of its "
+            "fields"
+        )
+    return kernel
 
 
 class Library(Protocol):
@@ -101,8 +115,8 @@ class HostLibrary:
     all of its blocks have ended.
 
     Attributes:
-        seed: the order in which a block's threads run; 0 is that of their numbers. Results may not depend on
-            it.
+        seed: the order in which a block's threads run; 0 is that of their numbers, odd ones let a wave run
+            ahead of the others. Results may not depend on it.
     """
 
     arch = "host"
@@ -130,12 +144,7 @@ class HostLibrary:
             kernel = Kernel(
                 told.name.decode(), len(found), told.threads, told.lds, told.fields.decode(), told.bytes
             )
-            if ctypes.sizeof(arguments_of(kernel.fields)) != kernel.nbytes:
-                raise BackendUnavailable(
-                    f"{self.path}: the argument of {kernel.name} has {kernel.nbytes} bytes, not "
-                    f"{ctypes.sizeof(arguments_of(kernel.fields))}"
-                )
-            found[kernel.name] = kernel
+            found[kernel.name] = sized(kernel, self.path)
         return found
 
     def launch(self, name: str, blocks: int, *, resident: int = 0, **fields: Any) -> None:

@@ -3,13 +3,12 @@
 
 #include <algorithm>
 #include <cstring>
+#include <string>
 #include <vector>
 
 #include <dg_hip/arch/host.h>
 
 namespace dg_hip::host {
-
-void set_workers(u32 count);
 
 namespace {
 
@@ -54,10 +53,18 @@ const char* dg_hip_launch(u32 index, u32 blocks, const void* args, u32 resident,
     const auto& all = host::sorted();
     if (index >= all.size())
         return "no kernel has this number";
-    return blocks == 0 ? nullptr : host::run({&all[index], args, blocks, resident, seed});
+    if (blocks == 0)
+        return nullptr;
+    static thread_local std::string failure;
+    failure = host::run({&all[index], args, blocks, resident, seed});
+    return failure.empty() ? nullptr : failure.c_str();
 }
 
 void dg_hip_set_workers(u32 count) {
     host::set_workers(count);
+}
+
+void dg_hip_set_patience(u32 milliseconds) {
+    host::set_patience(milliseconds);
 }
 }

@@ -1,7 +1,7 @@
 // The switch between stacks, where it is not the C library's.
 #include "switch.h"
 
-#if defined(__x86_64__)
+#if defined(DG_HIP_OWN_SWITCH)
 asm(R"(
     .text
     .globl dg_hip_switch

@@ -47,6 +47,14 @@ def support(archs: tuple[str, ...] = SHOWN) -> Iterator[Support]:
                     yield Support(op, backend_name, arch, state.ok, state.reason)
 
 
+def _taken(arch: str) -> tuple[str, ...]:
+    """The backends that are considered if none is asked for, as ``dispatch.candidates`` has them for a
+    device."""
+    if arch == "cpu":
+        return ("reference",)
+    return ("hip" if arch.startswith("gfx") else "cuda", "reference")
+
+
 @click.command("ops")
 @click.option(
     "--json", "as_json", is_flag=True, help="Print JSON: one row an operation, backend and architecture."
@@ -73,8 +81,9 @@ def command(as_json: bool, archs: tuple[str, ...]) -> None:
     for op in ops.TABLE:
         cells = []
         for arch in chosen:
-            having = (row.backend for row in rows if row.op == op and row.arch == arch and row.ok)
-            cells.append(next(having, "-"))  # all of them would be wider than a page
+            having = {row.backend for row in rows if row.op == op and row.arch == arch and row.ok}
+            # All of them would be wider than a page.
+            cells.append(next((name for name in _taken(arch) if name in having), "-"))
         shown.add_row(op, *cells)
     terminal.show(shown)
     lacking: dict[tuple[str, str], dict[str, set[str]]] = {}

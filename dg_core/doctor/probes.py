@@ -210,6 +210,7 @@ def toolchains() -> dict[str, Any]:
         "nvcc": compiler("nvcc", *nvcc),
         "HIP runtime": hip_runtime,
         "hipcc": compiler("hipcc", *((f"{dtk}/bin/hipcc",) if dtk else ())),
+        "clang-22": compiler("clang-22"),
         "g++": compiler("g++"),
         "clang++": compiler("clang++"),
     }

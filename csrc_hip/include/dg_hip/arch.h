@@ -12,10 +12,14 @@
 //   load_acquire<Scope>(p) store_release<Scope>(p, x) add<Scope>(p, x) swap_if<Scope>(p, from, to)
 //                                         32- and 64-bit words; the latter two acquire, release and give the old
 //   publish()                             this thread's stores are seen by all ranks before what it stores next
+//   again(args)                           the kernel's arguments, read anew where a loop of much work uses them
 //   pause()                               in every turn of a loop that waits for another block or rank
 //   ticks() kTicksPerSecond               a clock that does not stop
 //
-// DG_DEVICE marks functions, DG_KERNEL defines kernels (dg_hip/kernel.h).
+// DG_DEVICE marks functions, DG_KERNEL defines kernels (dg_hip/kernel.h). A target may also define
+//   DG_UNIFORM(x)                         x, which is the same in all lanes of a wave, where the compiler learns it
+//   DG_UNROLL DG_NO_UNROLL                before a loop: all turns of it in the code, or one
+//   DG_IN_ORDER                           the compiler moves no instruction past this: fewer registers at a time
 #pragma once
 
 #include <dg_hip/layout.h>
@@ -33,13 +37,24 @@
 #error "no header for this target: compile with -DDG_HIP_HOST, for gfx938 or gfx950, or with nvcc"
 #endif
 
+#if !defined(DG_UNIFORM)
+#define DG_UNIFORM(x) (x)
+#endif
+#if !defined(DG_UNROLL)
+#define DG_UNROLL
+#define DG_NO_UNROLL
+#endif
+#if !defined(DG_IN_ORDER)
+#define DG_IN_ORDER
+#endif
+
 namespace dg_hip {
 
 DG_DEVICE u32 lane() {
     return thread() % kWave;
 }
 DG_DEVICE u32 wave() {
-    return thread() / kWave;
+    return DG_UNIFORM(thread() / kWave);
 }
 
 DG_DEVICE f32 shuffle_f32(f32 value, u32 from) {

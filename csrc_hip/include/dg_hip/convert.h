@@ -21,6 +21,13 @@ DG_DEVICE u32 bf16_pair(f32 low, f32 high) {
     return to_bf16(low) | static_cast<u32>(to_bf16(high)) << 16;
 }
 
+DG_DEVICE f32 from_f16(u16 x) {
+    const u32 sign = static_cast<u32>(x & 0x8000) << 16, exponent = x >> 10 & 31, mantissa = x & 0x3ff;
+    if (exponent == 0)  // subnormal: multiples of 2^-24
+        return bits<f32>(sign | bits<u32>(static_cast<f32>(mantissa) * 0x1p-24f));
+    return bits<f32>(sign | (exponent == 31 ? 255 : exponent + 112) << 23 | mantissa << 13);
+}
+
 // e4m3fn: a sign, four bits of exponent with bias 7, three of mantissa; all ones is NaN.
 DG_DEVICE f32 from_fp8(u8 x) {
     const u32 magnitude = x & 0x7f, sign = static_cast<u32>(x & 0x80) << 24;
@@ -31,21 +38,18 @@ DG_DEVICE f32 from_fp8(u8 x) {
     return bits<f32>(sign | ((magnitude << 20) + (120u << 23)));
 }
 
-// A power of two with the biased exponent of UE8M0; 0 means 2^-127, 255 NaN.
+// A power of two with the biased exponent of UE8M0; 255 means NaN, and 0 means 0, as dg_core.layout has it.
 DG_DEVICE f32 from_ue8m0(u32 exponent) {
-    return bits<f32>(exponent == 0 ? 0x00400000u : exponent == 255 ? 0x7fc00000u : exponent << 23);
+    return bits<f32>(exponent == 255 ? 0x7fc00000u : exponent << 23);
 }
 
-// Four codes e2m1, one in each low half of a byte -> four bytes e4m3 of the same values.
+// Four codes e2m1, one in each low half of a byte -> four bytes e4m3 of the same values, all four at once.
 DG_DEVICE u32 fp8_of_fp4(u32 codes) {
-    u32 result = 0;
-    for (int i = 0; i < 4; ++i) {
-        const u32 code = codes >> 8 * i & 15, magnitude = code & 7;
-        // 0, 0.5, 1, 1.5, 2, 3, 4, 6: from 1 on the exponent and the one bit of mantissa stand as in e4m3.
-        const u32 byte = magnitude == 0 ? 0 : magnitude == 1 ? 0x30 : 0x30 + (magnitude << 2);
-        result |= (byte | (code & 8) << 4) << 8 * i;
-    }
-    return result;
+    // 0, 0.5, 1, 1.5, 2, 3, 4, 6: from 1 on the exponent and the one bit of mantissa stand as in e4m3, and 0x30 is 0.5.
+    const u32 magnitude = codes & 0x07070707;
+    const u32 from_one = (magnitude >> 1 | magnitude >> 2) & 0x01010101,
+              not_zero = from_one | (magnitude & 0x01010101);
+    return not_zero * 0x30 + (magnitude << 2 & from_one * 0x1c) + (codes << 4 & 0x80808080);
 }
 
 }  // namespace dg_hip

@@ -21,7 +21,7 @@ namespace host {
 struct Place {
     u32 thread, block, blocks;
 };
-extern thread_local const Place* here;
+extern __thread const Place* here;  // not thread_local: that asks at every use whether it is initialised
 
 // A kernel of this library, as DG_KERNEL registers it.
 struct Kernel {
@@ -42,6 +42,10 @@ void meet_block();
 // Lets the other fibers go on, and other blocks where all of this one's wait.
 void give_way();
 u64 nanoseconds();
+// What memory held before may have changed.
+inline void forget() {
+    __atomic_signal_fence(__ATOMIC_SEQ_CST);
+}
 
 struct Shuffle {
     u32 value, from, result;
@@ -111,25 +115,25 @@ inline f32 exponential(f32 x) {
     return std::exp(x);
 }
 
+// Memory holds bytes: what was stored as one type may be loaded as another.
 template <class T>
 inline T load(const void* p) {
-    return *static_cast<const T*>(p);
+    T x;
+    __builtin_memcpy(&x, __builtin_assume_aligned(p, sizeof(T)), sizeof(T));
+    return x;
 }
 template <class T>
 inline void store(void* p, T x) {
-    *static_cast<T*>(p) = x;
+    __builtin_memcpy(__builtin_assume_aligned(p, sizeof(T)), &x, sizeof(T));
 }
 template <class T>
 inline T load_peer(const void* p) {
-    return *static_cast<const volatile T*>(p);
-}
-template <>
-inline U32x4 load_peer<U32x4>(const void* p) {
-    return *static_cast<const U32x4*>(p);
+    host::forget();
+    return load<T>(p);
 }
 template <class T>
 inline void store_peer(void* p, T x) {
-    *static_cast<T*>(p) = x;
+    store(p, x);
 }
 
 template <Scope, class T>
@@ -151,6 +155,11 @@ inline T swap_if(T* p, T from, T to) {
 }
 inline void publish() {
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
+
+template <class Args>
+inline const Args& again(const Args& args) {
+    return args;
 }
 
 inline void pause() {
