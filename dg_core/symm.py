@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .peers.meeting import Meeting
 
 __all__ = [
+    "LOCAL_WORDS",
     "MAKER",
     "OPS",
     "PATHS",
@@ -75,6 +76,10 @@ OPS = (
     "mega_moe_k2",
     "mega_moe_k3",
 )
+# The words of ``local``, a rank's own, by index. The exchange and kernels count generations in one word, so
+# that either may open the next call; the others are a kernel's: whether the call has ended early, blocks that
+# have met and how often they did, pieces of work that are taken, and blocks that are through.
+LOCAL_WORDS = ("generation", "stop", "blocks_arrived", "blocks_sense", "l1_items", "l2_items", "finished")
 
 #: What a user calls to have memory shared, so what errors of construction speak of.
 MAKER = "get_symm_buffer_for_mega_moe"
@@ -128,7 +133,8 @@ class Memory(Protocol):
     Attributes:
         data, control: this rank's own, int8 ``[data_bytes]`` and ``[control_bytes]``, zero at first.
         direct: the memory of every rank is mapped here.
-        pointers: addresses of all ranks' data, and of their control, for kernels; both empty on a CPU.
+        pointers: addresses of all ranks' data, and of their control, for kernels; both empty where memory is
+            not ``direct``, and after ``close``.
     """
 
     name: str
@@ -170,7 +176,7 @@ class Exchange(Protocol):
     CommError after at most DG_COMM_TIMEOUT_S seconds, and from then on with the same error at once.
 
     Attributes:
-        generation: the number of opening barriers so far.
+        generation: the number of opening barriers so far, modulo 2^32 where kernels count along.
         provider, reason: whose memory it is, and why that one.
     """
 

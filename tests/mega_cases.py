@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import dg_core
 from dg_core import symm
-from dg_core.errors import ArgumentError, CommError, ShapeError
+from dg_core.errors import ArgumentError, CommError, ShapeError, UnsupportedError
 from dg_core.mega.graph import RecordedGraph
 from dg_core.mega.layout import FORMATS
 from dg_core.testing import assert_bitwise_equal
 from dg_core.testing.mega import data, driver, options, oracle
-from tests.mega_faults import FAULTS
+from tests.hip_mega import launches
+from tests.mega_faults import FAULTS, KERNEL_FAULTS
 from tests.mega_rig import CLAMP, SEED, Rig, raised, rig
 from tests.mega_world import Context, variables
 
@@ -175,7 +178,7 @@ def graph_rules(context: Context) -> None:
 
 def debug_zeroing(context: Context) -> None:
     """With DG_COMM_KERNEL_DEBUG a second call without inputs finds zeros: no weight, so y is 0."""
-    with variables(DG_COMM_KERNEL_DEBUG="1"), rig(context, data.Sizes("fp8_block", context.ranks)) as it:
+    with variables(DG_COMM_KERNEL_DEBUG="1"), rig(context, data.Sizes("w8a8", context.ranks)) as it:
         tokens = [21] * context.ranks
         given = it.given(tokens)
         it.fill(given)
@@ -183,6 +186,32 @@ def debug_zeroing(context: Context) -> None:
         it.buffer.barrier()
         assert not it.buffer.buffer.any()
         assert not it.call(21).any()
+
+
+def no_addresses(context: Context) -> None:
+    """Kernels reach other ranks by address, so a provider that gives none is refused by all ranks."""
+    sizes = data.Sizes("w8a8", context.ranks)
+    words = ("'all-to-all'", "posix-shm", "DG_BACKEND=reference")
+    raised(UnsupportedError, lambda: Rig(context, sizes, provider="all-to-all"), *words)
+
+
+def kernels(context: Context) -> None:
+    """What runs are the hip backend's own kernels, in their order, and the reference cannot be imported."""
+    with pytest.raises(ImportError):
+        importlib.import_module("dg_core.backends.reference")
+    library = importlib.import_module("dg_core.backends.hip.loader").library(torch.device("cpu"))
+    tokens = [9, 4, 0, 7][: context.ranks]
+    with rig(context, data.Sizes("w8a8", context.ranks)) as it:
+        given = it.given(tokens)
+        it.fill(given)
+        for dispatch, names in (
+            (0, ["persistent"]),
+            (384, ["open", "k1_dispatch_l1", "k2_swiglu_quant", "k3_l2_combine"]),
+        ):
+            with launches(library) as seen:
+                y = it.call(tokens[context.rank], dispatch_num_tokens=dispatch)
+            oracle.check(y, it.want(given, None))
+            assert [name for name, _ in seen if "_routes" not in name] == [f"mega_{name}" for name in names]
 
 
 def stale_rows(context: Context) -> None:
@@ -274,14 +303,15 @@ def one_busy_rank(context: Context) -> None:
         assert_bitwise_equal(it.call(count), told, "ranks on different paths")
 
 
-def seed_command(line: str) -> Case:
-    """A command line of the seeds, with an eighth of the hidden sizes' work and fewer tokens."""
+def seed_command(line: str, *more: str) -> Case:
+    """A command line of the seeds, with an eighth of the hidden sizes' work and fewer tokens; ``more``
+    options count last."""
 
     def case(context: Context) -> None:
         from tests.test_mega_moe_dcu import SMALL, split
 
         environment, argv = split(line)
-        small = [*argv, *SMALL, "--out", str(context.folder / "times.json")]
+        small = [*argv, *SMALL, "--out", str(context.folder / "times.json"), *more]
         with variables(**environment):
             driver.run(options.parse(small, "w8a8"), lambda text: None)
 
@@ -304,19 +334,64 @@ _TWO = (("hostile", (37, 64)), ("plain", (0, 20)), ("crowd", (50, 3)), ("duplica
         ("nowhere", (8, 9)), ("plain", (0, 0)))  # fmt: skip
 
 
-def _eight() -> dict[str, Case]:
+def _eight(*names: str, options: Sequence[str] = ()) -> dict[str, Case]:
     from tests.test_mega_moe_dcu import COMMANDS
 
     uneven = (3, 0, 41, 17, 0, 64, 1, 30)
     return {
         **{
             f"values {name}": values(name, ("hostile", uneven), ("crowd", uneven[::-1]), experts=20, topk=4)
-            for name in ("w8a8", "fp8_block")
+            for name in names
         },
         "graphs w8a8": graphs("w8a8"),
         "one busy rank": one_busy_rank,
-        **{f"command {i}": seed_command(line) for i, line in enumerate(COMMANDS)},
+        **{f"command {i}": seed_command(line, *options) for i, line in enumerate(COMMANDS)},
     }
+
+
+def _on_hip() -> dict[str, Spec]:
+    """The same on the hip backend, whose kernels do all that ranks share; it has w8a8 alone. In these worlds
+    the reference cannot be imported."""
+    hip = {"DG_BACKEND": "hip"}
+    one = (("hostile", (50,)), ("duplicates", (33,)), ("nowhere", (4,)), ("plain", (0,)))
+    return {
+        "hip 1": Spec(
+            1,
+            {
+                "values w8a8": values("w8a8", *one, experts=5, topk=7),
+                "graph rules": graph_rules,
+                "graphs w8a8": graphs("w8a8"),
+                "after the group": after_the_group,
+            },
+            hip,
+        ),
+        "hip 2": Spec(
+            2,
+            {
+                "values w8a8": values("w8a8", *_TWO),
+                "more slots than experts": values("w8a8", ("plain", (9, 4)), experts=3, topk=32),
+                "kernels": kernels,
+                "stale rows": stale_rows,
+                "debug zeroing": debug_zeroing,
+                "graphs w8a8": graphs("w8a8"),
+                "without shared memory": no_addresses,
+            },
+            hip,
+        ),
+        "hip 4": Spec(
+            4,
+            {
+                "values w8a8": values(
+                    "w8a8", ("hostile", (37, 0, 64, 5)), ("crowd", (8, 30, 0, 11)), ("plain", (0, 0, 0, 0)),
+                    experts=5,
+                ),
+                "repeats": repeats,
+            },
+            {**hip, "DG_MEGA_PREBUILD": "asm"},
+        ),
+        "hip 8": Spec(8, _eight("w8a8", options=("--token-scale", "0.01")), hip),
+        "hip faults": Spec(4, KERNEL_FAULTS, {**hip, "DG_COMM_TIMEOUT_S": "2"}),
+    }  # fmt: skip
 
 
 WORLDS: dict[str, Spec] = {
@@ -366,6 +441,7 @@ WORLDS: dict[str, Spec] = {
             "disagreement": disagreement,
         },
     ),
-    "8": Spec(8, _eight()),
+    "8": Spec(8, _eight("w8a8", "fp8_block")),
     "faults": Spec(4, FAULTS, {"DG_COMM_TIMEOUT_S": "2"}),
+    **_on_hip(),
 }  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ TOKENS = (5, 0, 9, 3)
 
 
 def _rig(context: Context) -> Rig:
-    it = Rig(context, data.Sizes("fp8_block", context.ranks))
+    it = Rig(context, data.Sizes("w8a8", context.ranks))
     it.fill(it.given(TOKENS))
     return it
 
@@ -50,7 +50,7 @@ def _then_a_new_buffer(context: Context, it: Rig) -> Iterator[None]:
     it.buffer.destroy()
     it.buffer.destroy()
     context.meet()
-    new = Rig(context, data.Sizes("fp8_block", context.ranks))
+    new = Rig(context, data.Sizes("w8a8", context.ranks))
     _right(new)
     new.buffer.destroy()
 
@@ -156,38 +156,53 @@ def fails_in_construction(context: Context) -> None:
     new.buffer.destroy()
 
 
-def killed(context: Context) -> None:
-    """One rank is killed when its rows are stored and before it says so; the survivors go on as a new
-    group."""
-    it = _rig(context)
-    _right(it)
-    context.meet()
-    context.alive -= 1
-    if context.rank == 3:
-        with faults.before_finish(it.buffer, faults.die):
-            it.call(TOKENS[3])
-    error = raised(PeerLostError, _call(it), "rank 3", "is gone", "'combine'", within=1.5)
-    assert (error.peer, error.phase) == (3, "combine")
-    raised(CommError, it.buffer.check, within=0.5)
-    it.buffer.destroy()
-    context.meet()
-    survivors = dist.new_group([0, 1, 2], use_local_synchronization=True)
-    small = Context(context.rank, 3, context.store, 3, context.folder)
-    sizes = data.Sizes("fp8_block", 3)
-    new = Rig(small, sizes, group=survivors)
-    assert new.buffer.ranks == 3
-    _right(new)
-    new.buffer.destroy()
+def killed(dying: Callable[[Rig], AbstractContextManager[None]]) -> Callable[[Context], None]:
+    """One rank is killed in the third stage, before it says that its rows are stored; the survivors go on as
+    a new group."""
+
+    def case(context: Context) -> None:
+        it = _rig(context)
+        _right(it)
+        context.meet()
+        context.alive -= 1
+
+        def call() -> object:
+            return it.call(TOKENS[context.rank], dispatch_num_tokens=384)
+
+        if context.rank == 3:
+            with dying(it):
+                call()
+        error = raised(PeerLostError, call, "rank 3", "is gone", "'combine'", within=1.5)
+        assert (error.peer, error.phase) == (3, "combine")
+        raised(CommError, it.buffer.check, within=0.5)
+        it.buffer.destroy()
+        context.meet()
+        survivors = dist.new_group([0, 1, 2], use_local_synchronization=True)
+        small = Context(context.rank, 3, context.store, 3, context.folder)
+        new = Rig(small, data.Sizes("w8a8", 3), group=survivors)
+        assert new.buffer.ranks == 3
+        _right(new)
+        new.buffer.destroy()
+
+    return case
 
 
-FAULTS: dict[str, Callable[[Context], None]] = {
-    "late at construction": late_at_construction,
-    "fails in construction": fails_in_construction,
+_CALLS: dict[str, Callable[[Context], None]] = {
     "refused arguments": refused_arguments,
     "late at a call": late_at_a_call,
     "untold": untold,
     "raises in k1": raises_in_a_stage("k1", 384),
     "raises in k3": raises_in_a_stage("k3", 384),
     "raises in fused": raises_in_a_stage("fused", 0),
-    "killed": killed,
+}
+FAULTS: dict[str, Callable[[Context], None]] = {
+    "late at construction": late_at_construction,
+    "fails in construction": fails_in_construction,
+    **_CALLS,
+    "killed": killed(lambda it: faults.before_finish(it.buffer, faults.die)),
+}
+#: Where kernels wait by themselves: nobody can be killed between two of their stores.
+KERNEL_FAULTS: dict[str, Callable[[Context], None]] = {
+    **_CALLS,
+    "killed": killed(lambda it: faults.before_stage(it.buffer, "k3", faults.die)),
 }

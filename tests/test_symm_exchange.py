@@ -23,7 +23,7 @@ from dg_core.errors import ArgumentError, CommError, CommTimeoutError
 from dg_core.peers import all_to_all, direct
 from dg_core.peers.direct import DirectExchange, words_of
 from dg_core.peers.meeting import Meeting
-from dg_core.symm import Published
+from dg_core.symm import LOCAL_WORDS, Published
 
 from .symm_ranks import CPU, call, check, fill, layout_for, settings, together, words
 
@@ -71,12 +71,25 @@ def test_ranks_read_and_write_each_other_and_leave_no_file(ranks: int, shm: Path
         assert exchange.generation == 3
         process = words_of(memory.control, layout["process"])
         assert tuple(process[:2]) == (os.getpid(), symm.start_ticks())
+        for name, addresses, peer in zip(
+            ("peer_data", "peer_control"),
+            memory.pointers,
+            (memory.peer_data, memory.peer_control),
+            strict=True,
+        ):
+            assert list(addresses) == [peer(r).data_ptr() for r in range(ranks)]
+            assert list(words_of(memory.control, layout[name])) == list(addresses)
+        local = words_of(memory.control, layout["local"])
+        assert local[LOCAL_WORDS.index("generation")] == 3  # where kernels count along
+        assert len(LOCAL_WORDS) <= layout["local"].shape[0]
         kept = layout["x"].view(memory.data)
         before = kept.float()
         exchange.barrier(OP)
         exchange.close()
         exchange.close()
         memory.close()
+        assert memory.pointers == ((), ())
+        assert exchange.generation == 4
         assert torch.equal(kept.float().nan_to_num(), before.nan_to_num())  # a view that was kept stays
         with pytest.raises(CommError, match="closed"):
             exchange.begin(OP, words(0))

@@ -284,7 +284,7 @@ def _control_regions(ranks: int) -> list[_Region]:
         ("arrive", torch.int32, (ranks,)),
         ("done", torch.int32, (ranks,)),
         ("abort", torch.int32, (8,)),  # 8 bytes, one store: cause, rank, peer and phase; then the generation
-        ("local", torch.int32, (16,)),  # a kernel's own: block counter and sense, tail counter, generation
+        ("local", torch.int32, (16,)),  # this rank's own: symm.LOCAL_WORDS
     ]
 
 

@@ -4,6 +4,9 @@ A rank that has arrived stores the generation into its own word at every rank, a
 that the others have stored here; it never reads far away to wait. Words are 4 bytes and aligned, so a store
 is seen whole or not at all. Each has one writer, with one exception: any rank may tell any other that they
 cannot go on. That is told in one aligned store of 8 bytes, so of two ranks that do so at once, one is heard.
+
+A backend's kernels may do the same by themselves: they find peers by the addresses in control memory, and
+count generations in the same word as this class.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import contextlib
 import ctypes
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,13 +23,14 @@ import torch
 from torch import Tensor
 
 from ..errors import CommError
-from ..symm import OPS, PHASES, Memory, Published, RankFacts
-from .waiting import ENDED_BY, Record, Wait, gone, unlike
+from ..symm import LOCAL_WORDS, OPS, PHASES, Memory, Published, RankFacts
+from .waiting import ENDED_BY, LIFE_S, Record, Wait, gone, unlike
 
 if TYPE_CHECKING:
     from ..mega.layout import Slice, SymmLayout
     from .meeting import Meeting
 
+_GENERATION = LOCAL_WORDS.index("generation")
 _lock = threading.Lock()
 
 
@@ -87,7 +91,12 @@ def exchange(
 
 
 class DirectExchange:
-    """An ``Exchange`` over direct memory; needs no process group."""
+    """An ``Exchange`` over direct memory; needs no process group.
+
+    Attributes:
+        seconds, uniform: the limit of waits, and whether ranks' paths are compared, for kernels that open
+            calls.
+    """
 
     direct = True
 
@@ -102,11 +111,10 @@ class DirectExchange:
     ) -> None:
         self.rank, self.ranks = rank, len(facts)
         self.provider, self.reason = memory.name, reason
-        self.generation = 0
         self.failure: CommError | None = None
         self._memory: Memory | None = memory
         self._facts = tuple(facts)
-        self._seconds, self._uniform = float(settings.timeout_s), bool(settings.check_uniform)
+        self.seconds, self.uniform = float(settings.timeout_s), bool(settings.check_uniform)
         everyone = range(self.ranks)
         self._data = [memory.peer_data(r)[: layout.input_bytes] for r in everyone]
         self._combine = [layout["combine"].view(memory.peer_data(r)) for r in everyone]
@@ -116,6 +124,7 @@ class DirectExchange:
         self._done = [words_of(control, layout["done"]) for control in controls]
         self._published = [words_of(control, layout["published"]) for control in controls]
         self._abort = [words_of(control, layout["abort"], torch.int64) for control in controls]
+        self._local: memoryview | Tensor | list[int] = words_of(controls[rank], layout["local"])
         self._row = layout["published"].shape[1]
         self._introduce(layout, memory)
 
@@ -131,11 +140,19 @@ class DirectExchange:
         for i, word in enumerate((own.pid, own.start_ticks, host)):
             words[i] = word
 
+    @property
+    def generation(self) -> int:
+        return int(self._local[_GENERATION])
+
+    @generation.setter
+    def generation(self, number: int) -> None:
+        self._local[_GENERATION] = _signed(number)
+
     # Calls --------------------------------------------------------------------------------------------------
 
     def begin(self, op: str, words: Published) -> tuple[Published, ...]:
         published = self._arrive_together(op, "dispatch", words)
-        if self._uniform:
+        if self.uniform:
             record = unlike(self.rank, published, self.generation)
             if record is not None:
                 # Ranks that do not compare would wait for this one, so they are told.
@@ -155,7 +172,7 @@ class DirectExchange:
         self._stand(op)
         fence()
         for words in self._done:
-            words[self.rank] = _signed(self.generation)
+            words[self.rank] = self.generation
         self._wait(op, "combine", self._done[self.rank])
 
     def barrier(self, op: str) -> None:
@@ -164,7 +181,7 @@ class DirectExchange:
     def _arrive_together(self, op: str, phase: str, words: Published) -> tuple[Published, ...]:
         self._stand(op)
         self.generation += 1
-        number = _signed(self.generation)
+        number = self.generation
         # Two rows in turn: a rank may begin its next call while a slower one still reads this one's words.
         at = (self.generation & 1) * self._row
         own = self._published[self.rank]
@@ -181,7 +198,7 @@ class DirectExchange:
         return tuple(Published(*(int(there[at + i]) for i in range(6))) for there in self._published)
 
     def _wait(self, op: str, phase: str, words: memoryview | Tensor) -> None:
-        wait = Wait(self._seconds)
+        wait = Wait(self.seconds)
         while True:
             missing = self._missing(words)
             if not missing:
@@ -238,7 +255,7 @@ class DirectExchange:
 
     def _error(self, record: Record, op: str, missing: Sequence[int]) -> CommError:
         pid = self._facts[record.peer].pid
-        return record.error(op, self.rank, seconds=self._seconds, missing=missing, pid=pid)
+        return record.error(op, self.rank, seconds=self.seconds, missing=missing, pid=pid)
 
     def abort(self, op: str, phase: str) -> None:
         # Whoever calls it has an error of its own, which is the one to be seen.
@@ -246,8 +263,34 @@ class DirectExchange:
             if self.failure is None and self._memory is not None:
                 self._end(Record("failed", self.rank, self.rank, phase, self.generation), op)
 
-    def check(self) -> None:
-        self._look_for_abort("sym_buffer", ())
+    def check(self, op: str = "sym_buffer") -> None:
+        self._look_for_abort(op, ())
+
+    @contextlib.contextmanager
+    def watching(self, op: str, *phases: str) -> Iterator[None]:
+        """While kernels on this processor wait for ranks, in the phases dispatch and combine or one of them:
+        end the exchange where a rank that is missing there has no process any more. Kernels cannot see that,
+        but they see the exchange end. Ask ``check`` afterwards."""
+        over = threading.Event()
+
+        def look() -> None:
+            while not over.wait(LIFE_S) and self.failure is None:
+                for phase in phases:
+                    words = {"dispatch": self._arrive, "combine": self._done}[phase][self.rank]
+                    lost = gone(self._facts, self.rank, self._missing(words))
+                    if lost is not None and lost.rank in self._missing(words):
+                        self._end(Record("lost", self.rank, lost.rank, phase, self.generation), op)
+
+        if self.ranks == 1:
+            yield
+            return
+        watcher = threading.Thread(target=look, daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            over.set()
+            watcher.join()
 
     def close(self) -> None:
         if self._memory is None:
@@ -255,6 +298,10 @@ class DirectExchange:
         # A failure stands in ``failure`` from now on; a device in error has no words that could be read.
         with contextlib.suppress(Exception):
             self.check()
+        last = [0] * len(LOCAL_WORDS)
+        with contextlib.suppress(Exception):
+            last[_GENERATION] = self.generation  # which can still be asked for
+        self._local = last
         memory, self._memory = self._memory, None
         # Words are addresses: none may outlive the memory.
         for part in (self._arrive, self._done, self._published, self._abort):

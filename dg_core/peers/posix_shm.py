@@ -44,7 +44,11 @@ class ShmMemory:
     pairs: list[tuple[Tensor, Tensor]] = field(repr=False)
     name: str = "posix-shm"
     direct: bool = True
-    pointers: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+
+    @property
+    def pointers(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        data, control = ([pair[i].data_ptr() for pair in self.pairs] for i in range(2))
+        return tuple(data), tuple(control)
 
     @property
     def data(self) -> Tensor:

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...dispatch import requested_backend
 from ...mega import api
 from ...mega.buffer import SymmBuffer, get_symm_buffer_for_mega_moe
 from ...mega.graph import RecordedGraph
@@ -374,4 +375,6 @@ def _one_rank(o: argparse.Namespace) -> None:
 
 def _note(ranks: int) -> None:
     if not torch.cuda.is_available():
-        print(f"no card: {ranks} CPU ranks on the reference; {NOTE}", flush=True)
+        asked = requested_backend()
+        name = "reference" if asked == "auto" else asked
+        print(f"no card: {ranks} CPU ranks on the {name} backend; {NOTE}", flush=True)
