@@ -22,12 +22,8 @@ from . import einsums, gemm, grouped, hyperconnection, logits, quant
 from .dispatch import choose, default_device
 from .errors import UnsupportedError
 from .testing import calc_diff
+from .testing.tolerances import BF16_BF16, BF16_F32, FP8_BF16, FP8_F32, HC, LOGITS_F32
 
-# calc_diff against float64 on the dequantised operands, by what the output is rounded to.
-FP8_BF16, FP8_F32 = 3e-6, 1e-7
-BF16_BF16, BF16_F32 = 3e-6, 1e-9
-LOGITS_F32, LOGITS_BF16 = 5e-6, 3e-5
-HC = 1e-8
 # What fills an output before the call, where the operation must leave some of it alone.
 UNTOUCHED = 7.0
 

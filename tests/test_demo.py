@@ -14,6 +14,7 @@ from torch import Tensor
 from dg_core import demo, gemm, grouped, logits, quant
 from dg_core.__main__ import main
 from dg_core.errors import BackendUnavailable, UnsupportedError
+from dg_core.testing import tolerances
 
 CPU = torch.device("cpu")
 
@@ -29,15 +30,16 @@ def test_every_stop_is_within_its_bound(results: list[demo.Result]) -> None:
         assert result.passed, result
         assert not result.lacking
         if (
-            result.bound == demo.FP8_BF16
+            result.bound == tolerances.FP8_BF16
         ):  # rounding D to bfloat16 costs 1.4e-6; less compares a thing with itself
             assert result.error > 5e-7, result
 
 
 def test_the_bounds_are_those_of_the_semantics(results: list[demo.Result]) -> None:
     """The figures stand here as well, so that loosening one there is noticed."""
-    bounds = (demo.FP8_BF16, demo.FP8_F32, demo.BF16_BF16, demo.BF16_F32, demo.LOGITS_F32, demo.HC)
-    assert bounds == (3e-6, 1e-7, 3e-6, 1e-9, 5e-6, 1e-8)
+    names = ("FP8_BF16", "FP8_F32", "BF16_BF16", "BF16_F32", "LOGITS_F32", "LOGITS_BF16", "HC")
+    bounds = [getattr(tolerances, name) for name in names]
+    assert bounds == [3e-6, 1e-7, 3e-6, 1e-9, 5e-6, 3e-5, 1e-8]
     assert {result.bound for result in results} <= set(bounds)
 
 

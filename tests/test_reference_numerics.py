@@ -457,8 +457,8 @@ measure(lambda: dg_core.fp8_mqa_logits(q, kv, weights, ends * 0, ends), q, kv, w
 @pytest.mark.parametrize("name", MEMORY)
 def test_memory_stays_within_twice_the_operands(name: str) -> None:
     """The peak of a call over what was resident before it is at most the size of the operands themselves."""
-    # Large blocks go back to the system as soon as they are free. By itself glibc comes to keep them: the peak then
-    # counts the holes between them, 36 to 49 MiB where 20 are in use, and differs from run to run.
+    # Large blocks go back to the system as soon as they are free. By itself glibc comes to keep them: the
+    # peak then counts the holes between them, 36 to 49 MiB where 20 are in use, and differs from run to run.
     allocator = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
     environment = {**os.environ, **allocator, "PYTHONPATH": str(ROOT), "DG_BACKEND": "reference"}
     code = PRELUDE + MEMORY[name]
