@@ -17,10 +17,10 @@ from dg_core.backends.hip.library import HostLibrary
 from dg_core.layout import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW
 
 from . import formulas, test_reported_inputs
+from .gemm_checks import FAMILY_PAIRS, recipes
 from .hip_cases import alone, at_a_page_end, launched
 from .hip_library import ROOT
 from .operands import Scaled, check_close, generator, random_bf16, scaled
-from .test_reference_gemm import FAMILY_PAIRS, recipes
 
 __all__ = ["alone", "launched"]
 pytestmark = pytest.mark.usefixtures("alone")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import example, given
@@ -16,8 +18,18 @@ from dg_core.layout import BLOCK_1X128, PACKED_32
 from . import formulas, test_golden, test_reported_inputs
 from . import test_reference_k_grouped as reference
 from .hip_cases import alone, at_a_page_end, examples, launched
-from .operands import ADDENDS, NOTHING, ROW_STORAGE, Output, addend, check_close, generator
-from .test_reference_k_grouped import FORMS, INT_MAX, OUT, Side, finish, run, side
+from .operands import ADDENDS, NOTHING, ROW_STORAGE, Output, check_close, generator
+from .test_reference_k_grouped import (
+    FORMS,
+    INT_MAX,
+    OUT,
+    Side,
+    check_psum,
+    check_sizes,
+    finish,
+    run,
+    side,
+)
 
 __all__ = ["alone", "launched"]
 pytestmark = pytest.mark.usefixtures("alone")
@@ -34,21 +46,10 @@ group_size = st.one_of(st.sampled_from([0, 1, 31, 128, 256]), st.integers(0, 400
     addend_how=st.sampled_from(ADDENDS), how=st.sampled_from(["plain", "padded", "offset"]),
     out_how=st.sampled_from(ROW_STORAGE), seed=seeds,
 )  # fmt: skip
-def test_sizes(
-    source: str, form: str, ks: list[int], m: int, n: int, gran_k: int, packed: bool, dtype: torch.dtype,
-    addend_how: str, how: str, out_how: str, seed: int,
-) -> None:  # fmt: skip
+def test_sizes(source: str, **case: Any) -> None:
     """R7, R15, R19, R64: sizes of any value, 0 and non-multiples of the granularity included, stated by host,
     device or both."""
-    rng = generator(seed)
-    groups = formulas.k_groups(ks, sum(ks))
-    a = side(rng, form, m, sum(ks), groups, gran_k, packed, False, how)
-    b = side(rng, form, n, sum(ks), groups, gran_k, packed, False, how)
-    out = Output((len(ks), m, n), dtype, out_how)
-    c, exact_c = addend(addend_how, out, rng)
-    layout = torch.tensor(ks, dtype=torch.int32)
-    run(form, a, b, out, None if source == "device" else ks, None if source == "host" else layout, c, gran_k)
-    finish(form, out, a, b, exact_c)
+    check_sizes(source, **case)
 
 
 @examples(60)
@@ -63,22 +64,9 @@ def test_sizes(
     form="tn", counts=[5, 0, 0, 300, 7], repeat=True, spare=0, alignment=640, m=8, n=8, gran_k=32,
     packed=True, dtype=torch.float32, addend_how="none", seed=1,
 )  # fmt: skip
-def test_psum(
-    form: str, counts: list[int], repeat: bool, spare: int, alignment: int, m: int, n: int, gran_k: int,
-    packed: bool, dtype: torch.dtype, addend_how: str, seed: int,
-) -> None:  # fmt: skip
+def test_psum(**case: Any) -> None:
     """Ends of groups that start at aligned positions; the gaps, and their scales, hold NaN."""
-    ends = formulas.psum_ends(counts, alignment, repeat)
-    sum_k = (ends[-1] if ends else 0) + spare
-    rng = generator(seed)
-    groups = formulas.psum_groups(ends, alignment, sum_k)
-    a = side(rng, form, m, sum_k, groups, gran_k, packed, True, "plain")
-    b = side(rng, form, n, sum_k, groups, gran_k, packed, True, "plain")
-    out = Output((len(ends), m, n), dtype)
-    c, exact_c = addend(addend_how, out, rng)
-    dg_core.set_mk_alignment_for_contiguous_layout(alignment)
-    run(form, a, b, out, None, torch.tensor(ends, dtype=torch.int32), c, gran_k, psum=True)
-    finish(form, out, a, b, exact_c)
+    check_psum(**case)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -7,6 +7,7 @@ a device whose values may not be read.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -146,6 +147,22 @@ def finish(form: str, out: Output, a: Side, b: Side, c: Tensor) -> None:
 group_size = st.one_of(st.sampled_from([0, 1, 128, 256]), st.integers(0, 700))
 
 
+def check_sizes(
+    source: str, form: str, ks: list[int], m: int, n: int, gran_k: int, packed: bool,
+    dtype: torch.dtype, addend_how: str, how: str, out_how: str, seed: int,
+) -> None:  # fmt: skip
+    rng = generator(seed)
+    groups = formulas.k_groups(ks, sum(ks))
+    a = side(rng, form, m, sum(ks), groups, gran_k, packed, False, how)
+    b = side(rng, form, n, sum(ks), groups, gran_k, packed, False, how)
+    out = Output((len(ks), m, n), dtype, out_how)
+    c, exact_c = addend(addend_how, out, rng)
+    layout = torch.tensor(ks, dtype=torch.int32)
+    host = {"host": ks, "both": ks, "device": None, "empty list": []}[source]
+    run(form, a, b, out, host, None if source == "host" else layout, c, gran_k)
+    finish(form, out, a, b, exact_c)
+
+
 @pytest.mark.parametrize("readable", [True, False], ids=["host", "device"])
 @pytest.mark.parametrize("source", ["host", "device", "both", "empty list"])
 @settings(max_examples=50, deadline=None)
@@ -155,21 +172,30 @@ group_size = st.one_of(st.sampled_from([0, 1, 128, 256]), st.integers(0, 700))
     addend_how=st.sampled_from(ADDENDS), how=st.sampled_from(["plain", "padded", "offset"]),
     out_how=st.sampled_from(ROW_STORAGE), seed=seeds,
 )  # fmt: skip
-def test_sizes(
-    readable: bool, source: str, form: str, ks: list[int], m: int, n: int, gran_k: int, packed: bool,
-    dtype: torch.dtype, addend_how: str, how: str, out_how: str, seed: int,
-) -> None:  # fmt: skip
+def test_sizes(readable: bool, source: str, **case: Any) -> None:
     """Sizes of any value, 0 and non-multiples of the granularity included, stated by host, device or both."""
-    rng = generator(seed)
-    groups = formulas.k_groups(ks, sum(ks))
-    a = side(rng, form, m, sum(ks), groups, gran_k, packed, False, how)
-    b = side(rng, form, n, sum(ks), groups, gran_k, packed, False, how)
-    out = Output((len(ks), m, n), dtype, out_how)
-    c, exact_c = addend(addend_how, out, rng)
-    layout = torch.tensor(ks, dtype=torch.int32)
-    host = {"host": ks, "both": ks, "device": None, "empty list": []}[source]
     with host_or_device(readable):
-        run(form, a, b, out, host, None if source == "host" else layout, c, gran_k)
+        check_sizes(source, **case)
+
+
+def check_psum(
+    form: str, counts: list[int], repeat: bool, spare: int, alignment: int, m: int, n: int,
+    gran_k: int, packed: bool, dtype: torch.dtype, addend_how: str, seed: int,
+) -> None:  # fmt: skip
+    ends = formulas.psum_ends(counts, alignment, repeat)
+    sum_k = (ends[-1] if ends else 0) + spare
+    rng = generator(seed)
+    groups = formulas.psum_groups(ends, alignment, sum_k)
+    a = side(rng, form, m, sum_k, groups, gran_k, packed, True, "plain")
+    b = side(rng, form, n, sum_k, groups, gran_k, packed, True, "plain")
+    out = Output((len(ends), m, n), dtype)
+    c, exact_c = addend(addend_how, out, rng)
+    before = dg_core.get_mk_alignment_for_contiguous_layout()
+    dg_core.set_mk_alignment_for_contiguous_layout(alignment)
+    try:
+        run(form, a, b, out, None, torch.tensor(ends, dtype=torch.int32), c, gran_k, psum=True)
+    finally:
+        dg_core.set_mk_alignment_for_contiguous_layout(before)
     finish(form, out, a, b, exact_c)
 
 
@@ -186,27 +212,10 @@ def test_sizes(
     form="tn", counts=[5, 0, 0, 300, 7], repeat=True, spare=0, alignment=640, m=8, n=8, gran_k=32,
     packed=True, dtype=torch.float32, addend_how="none", seed=1,
 )  # fmt: skip
-def test_psum(
-    readable: bool, form: str, counts: list[int], repeat: bool, spare: int, alignment: int, m: int, n: int,
-    gran_k: int, packed: bool, dtype: torch.dtype, addend_how: str, seed: int,
-) -> None:  # fmt: skip
+def test_psum(readable: bool, **case: Any) -> None:
     """Ends of groups that start at aligned positions; the gaps, and their scales, hold NaN."""
-    ends = formulas.psum_ends(counts, alignment, repeat)
-    sum_k = (ends[-1] if ends else 0) + spare
-    rng = generator(seed)
-    groups = formulas.psum_groups(ends, alignment, sum_k)
-    a = side(rng, form, m, sum_k, groups, gran_k, packed, True, "plain")
-    b = side(rng, form, n, sum_k, groups, gran_k, packed, True, "plain")
-    out = Output((len(ends), m, n), dtype)
-    c, exact_c = addend(addend_how, out, rng)
-    before = dg_core.get_mk_alignment_for_contiguous_layout()
-    dg_core.set_mk_alignment_for_contiguous_layout(alignment)
-    try:
-        with host_or_device(readable):
-            run(form, a, b, out, None, torch.tensor(ends, dtype=torch.int32), c, gran_k, psum=True)
-    finally:
-        dg_core.set_mk_alignment_for_contiguous_layout(before)
-    finish(form, out, a, b, exact_c)
+    with host_or_device(readable):
+        check_psum(**case)
 
 
 @pytest.mark.parametrize("readable", [True, False], ids=["host", "device"])
