@@ -55,6 +55,11 @@ DG_DEVICE f32 exponential(f32 x) {
     return __builtin_amdgcn_exp2f(x * 1.44269504088896341f);
 }
 
+// What a conversion to FP8 takes: it does not saturate by itself. fmin and fmax would make a number of a NaN.
+DG_DEVICE f32 clipped(f32 x) {
+    return x > 448.0f ? 448.0f : x < -448.0f ? -448.0f : x;
+}
+
 // Memory holds bytes: what was stored as one type may be loaded as another. Sixteen of them are one vector, since a
 // struct of four words is taken apart.
 typedef u32 Words4 __attribute__((ext_vector_type(4), may_alias));
@@ -73,6 +78,12 @@ DG_DEVICE void store(void* p, T x) {
         *static_cast<Words4*>(p) = bits<Words4>(x);
     else
         __builtin_memcpy(__builtin_assume_aligned(p, sizeof(T)), &x, sizeof(T));
+}
+
+// Memory that ranks share is not cached where it is written from, so this is a store as any other.
+template <class T>
+DG_DEVICE void store_peer(void* p, T x) {
+    store(p, x);
 }
 
 constexpr int memory_scope(Scope scope) {

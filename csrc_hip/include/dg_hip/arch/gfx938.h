@@ -25,10 +25,6 @@ DG_DEVICE void multiply(F32x4& acc, u64 p, u64 q) {
     }
 }
 
-// The conversion does not saturate, so values are clipped first; fmin and fmax would make a number of a NaN.
-DG_DEVICE f32 clipped(f32 x) {
-    return x > 448.0f ? 448.0f : x < -448.0f ? -448.0f : x;
-}
 DG_DEVICE u32 fp8x4(f32 a, f32 b, f32 c, f32 d) {
     const i32 low = __builtin_hcu_cvt_pk_fp8_f32(clipped(a), clipped(b), 0, false);
     return static_cast<u32>(__builtin_hcu_cvt_pk_fp8_f32(clipped(c), clipped(d), low, true));
@@ -48,10 +44,6 @@ DG_DEVICE T load_peer(const void* p) {
     } else {
         return __hip_atomic_load(static_cast<const T*>(p), __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
     }
-}
-template <class T>
-DG_DEVICE void store_peer(void* p, T x) {
-    *static_cast<T*>(p) = x;
 }
 
 }  // namespace dg_hip

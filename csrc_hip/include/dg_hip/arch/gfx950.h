@@ -25,11 +25,6 @@ DG_DEVICE void multiply(F32x4& acc, u64 p, u64 q) {
     }
 }
 
-// The conversion neither saturates nor keeps a NaN's place by itself, so values are clipped first; fmin and fmax
-// would make a number of a NaN.
-DG_DEVICE f32 clipped(f32 x) {
-    return x > 448.0f ? 448.0f : x < -448.0f ? -448.0f : x;
-}
 DG_DEVICE u32 fp8x4(f32 a, f32 b, f32 c, f32 d) {
     const i32 low = __builtin_amdgcn_cvt_pk_fp8_f32(clipped(a), clipped(b), 0, false);
     return static_cast<u32>(__builtin_amdgcn_cvt_pk_fp8_f32(clipped(c), clipped(d), low, true));
@@ -47,10 +42,6 @@ DG_DEVICE T load_peer(const void* p) {
         } pair = {load_peer<u64>(words), load_peer<u64>(words + 1)};
         return bits<T>(pair);
     }
-}
-template <class T>
-DG_DEVICE void store_peer(void* p, T x) {
-    *static_cast<T*>(p) = x;
 }
 
 }  // namespace dg_hip
