@@ -460,9 +460,12 @@ def empty_logits(rows: int, columns: int, dtype: torch.dtype, device: torch.devi
     return torch.empty((rows, logits_row_stride(columns, dtype)), dtype=dtype, device=device)[:, :columns]
 
 
-def packed_axis(x: Tensor) -> int:
+def packed_axis(x: Tensor, k_axis: int = -1) -> int:
     """The axis (-1 or -2) along which a packed FP4 tensor holds two values a byte: the contiguous one, -1 if
-    both are."""
+    both are. Where strides tell nothing, of a single byte or none, it is that of K."""
+    rows, columns = x.shape[-2:]
+    if x.stride(-1) == x.stride(-2) == 1 and (rows * columns == 0 or rows == columns == 1):
+        return k_axis
     return -2 if x.stride(-1) != 1 and x.stride(-2) == 1 else -1
 
 

@@ -309,20 +309,24 @@ def test_rows_of_logits_start_on_256_bytes(columns: int, dtype: torch.dtype, str
     assert out.stride(0) == stride or not columns
 
 
-# name -> (shape, strides, axis)
+# name -> (shape, strides, axis, axis where the last one but one is K)
 PACKED_AXES = {
-    "contiguous": ((8, 4), (4, 1), -1),
-    "padded rows": ((8, 4), (7, 1), -1),
-    "column-major": ((8, 4), (1, 8), -2),
-    "one column, contiguous": ((8, 1), (1, 1), -1),
-    "batched column-major": ((2, 8, 4), (32, 1, 8), -2),
+    "contiguous": ((8, 4), (4, 1), -1, -1),
+    "padded rows": ((8, 4), (7, 1), -1, -1),
+    "column-major": ((8, 4), (1, 8), -2, -2),
+    "one column, contiguous": ((8, 1), (1, 1), -1, -1),
+    "batched column-major": ((2, 8, 4), (32, 1, 8), -2, -2),
+    "one byte": ((1, 1), (1, 1), -1, -2),
+    "no K": ((0, 5), (1, 1), -1, -2),
+    "no K, batched": ((3, 0, 5), (5, 1, 1), -1, -2),
 }
 
 
 @pytest.mark.parametrize("name", PACKED_AXES)
 def test_packed_axis(name: str) -> None:
-    shape, strides, axis = PACKED_AXES[name]
-    assert layout.packed_axis(torch.empty(100, dtype=torch.int8).as_strided(shape, strides)) == axis
+    shape, strides, axis, k_first = PACKED_AXES[name]
+    x = torch.empty(100, dtype=torch.int8).as_strided(shape, strides)
+    assert (layout.packed_axis(x), layout.packed_axis(x, -2)) == (axis, k_first)
 
 
 @settings(max_examples=200, deadline=None)

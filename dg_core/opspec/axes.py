@@ -29,9 +29,10 @@ def axis_source(expression: str) -> str:
     return f"{'ceil_div' if call[1] == 'cdiv' else 'align'}({call[2]}, {call[3]})" if call else expression
 
 
-def logical_shape(x: Tensor) -> tuple[int, ...]:
-    """The shape in values: int8 tensors hold two e2m1 values a byte along their contiguous axis."""
+def logical_shape(x: Tensor, transposed: bool = False) -> tuple[int, ...]:
+    """The shape in values: int8 tensors hold two e2m1 values a byte along their contiguous axis.
+    ``transposed``: the last axis but one is K."""
     shape = list(x.shape)
     if x.dtype == PACKED_FP4 and len(shape) >= 2:
-        shape[packed_axis(x)] *= 2
+        shape[packed_axis(x, -2 if transposed else -1)] *= 2
     return tuple(shape)

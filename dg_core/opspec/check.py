@@ -44,7 +44,8 @@ def fail_axis(op: str, arg: Arg, x: Tensor, axis: int, expected: int) -> None:
     rule = f"must be {expected}" if expression.isdigit() else f"{expression} = {expected}"
     unit = " values (two a byte)" if x.dtype == PACKED_FP4 and arg.packed else ""
     raise ShapeError(
-        f"{op}: {arg.name} has shape {tuple(x.shape)}; axis {axis} is {logical_shape(x)[axis]}{unit} but "
+        f"{op}: {arg.name} has shape {tuple(x.shape)}; axis {axis} is "
+        f"{logical_shape(x, arg.transposed)[axis]}{unit} but "
         f"{rule} (signature: {arg.signature})"
     )
 
@@ -106,7 +107,8 @@ def _check_lines(op: Op, position: int, arg: Arg, bound: list[str]) -> Iterator[
     axes = arg.axes.split()
     if axes:
         yield f"{indent}if {name}.dim() != {len(axes)}: fail_rank(OP, {spec}, {name})"
-        yield f"{indent}shape = {'logical_shape(' + name + ')' if arg.packed else name + '.shape'}"
+        shape = f"logical_shape({name}, {arg.transposed})" if arg.packed else f"{name}.shape"
+        yield f"{indent}shape = {shape}"
     for axis, expression in enumerate(axes):
         if expression == "_":
             continue

@@ -71,7 +71,7 @@ def _tensor_faults(
             )
             needles = (
                 f"has shape {tuple(shape)}",
-                f"axis {axis} is {logical_shape(grown)[axis]}",
+                f"axis {axis} is {logical_shape(grown, arg.transposed)[axis]}",
                 arg.signature,
             )
             yield f"axis {axis}", grown, ShapeError, needles

@@ -76,8 +76,9 @@ def _packed_axis(op: Op, tensors: Tensors, name: str) -> int:
     operand = require(tensor(op, tensors, name))
     if operand.dtype != PACKED_FP4:
         return 0
-    axis = packed_axis(operand)
-    return -3 - axis if op.args[op.positions[name]].transposed else axis
+    transposed = op.args[op.positions[name]].transposed
+    axis = packed_axis(operand, -2 if transposed else -1)
+    return -3 - axis if transposed else axis
 
 
 def dense(op: Op, dims: Dims, tensors: Tensors, options: Options) -> tuple[Gemm, View | None]:
