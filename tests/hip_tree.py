@@ -106,7 +106,7 @@ def built(tree: Path, target: str) -> Path:
 HIPCC = r"""#!/usr/bin/env python3
 import os, subprocess, sys
 here = os.path.dirname(os.path.abspath(__file__))
-arguments = [word for word in sys.argv[1:] if word not in ("-mllvm", "-enable-num-vgprs-768=true")]
+arguments = sys.argv[1:]
 if "--version" in arguments:
     sys.exit(print("a stand-in for hipcc 25.10"))
 assert "--offload-arch=gfx938" in arguments

@@ -238,7 +238,10 @@ def test_fp8x4_ties(library: HostLibrary) -> None:
 def test_exponential(library: HostLibrary) -> None:
     x = np.concatenate([np.linspace(-87, 88, 4001), [0, -0.0, 1e-30, -1e-30]]).astype(np.float32)
     np.testing.assert_allclose(
-        each(library, "check_exponential", x, np.float32), np.exp(x.astype(np.float64)), 3e-7
+        each(library, "check_exponential", x, np.float32),
+        np.exp(x.astype(np.float64)),
+        # Devices take 2^(x log2 e), whose exponent is rounded: 3.8e-6 at x = 88 with a perfect 2^y.
+        3e-7 if library.arch == "host" else 5e-6,
     )
     ends = np.array([np.inf, -np.inf, np.nan, 200, -200], np.float32)
     np.testing.assert_array_equal(

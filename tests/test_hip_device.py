@@ -48,6 +48,7 @@ class Remote:
 
     def __init__(self, library: Any, device: torch.device) -> None:
         self.library, self.device, self.seed = library, device, 0
+        self.arch = library.arch
         # What only the host target has a number of.
         self._native = SimpleNamespace(dg_hip_set_workers=int, dg_hip_set_patience=int)
 

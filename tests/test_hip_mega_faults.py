@@ -72,7 +72,6 @@ def test_rows_of_slots_that_are_dropped_now_add_nothing(cases: Cases, path: str)
     """44: served before and dropped now, by an id or by weight 0; and nobody stores a row for them."""
     made = cases(sizes_of(2), "plain", (12, 7))
     made.run(PATHS[path])
-    before = [held.topk_idx.clone() for held in made.held]
     for rank, held in enumerate(made.held):
         held.topk_idx[:, 0] = torch.tensor([-1, 8, -(2**63), 2**63 - 1])[torch.arange(len(held.x)) % 4]
         held.topk_weights[::2, 1] = 0.0
@@ -91,7 +90,6 @@ def test_rows_of_slots_that_are_dropped_now_add_nothing(cases: Cases, path: str)
         load(made.world, rank, held)
     for y in made.run(PATHS[path]):
         assert_bitwise_equal(y, torch.zeros_like(y))
-    assert all((ids >= 0).all() for ids in before)
 
 
 @pytest.mark.parametrize("path", PATHS)

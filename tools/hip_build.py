@@ -76,16 +76,15 @@ _DEVICE = ("--cuda-device-only", "--no-gpu-bundle-output", "-nogpulib", "-nogpui
 TARGETS = {
     target.name: target
     for target in (
-        # Without contraction a product and a sum round twice on every processor; no -march, so that the
-        # library runs wherever the package does.
+        # No target contracts a product and a sum that are written as two, so that all of them round alike.
+        # The host has no -march, so that its library runs wherever the package does.
         Target("host", ".o", (*COMMON, *STRICT, "-DDG_HIP_HOST", "-g0", "-fPIC", "-fvisibility=hidden",
                               "-ffp-contract=off", "-c"), ("-x", "c++")),
-        Target("gfx950", ".co", (*COMMON, *STRICT, *_DEVICE, "--offload-arch=gfx950")),
-        # The switch lets a kernel have more than 512 registers for all of its waves together.
+        Target("gfx950", ".co", (*COMMON, *STRICT, *_DEVICE, "--offload-arch=gfx950", "-ffp-contract=off")),
         Target("gfx938", ".co", (*COMMON, *_DEVICE, "--offload-arch=gfx938", "-DNDEBUG",
-                                 "-mllvm", "-enable-num-vgprs-768=true")),
+                                 "-ffp-contract=off")),
         Target("cuda", ".cubin", (*COMMON, "-arch=sm_90a", "-cubin", "--expt-relaxed-constexpr",
-                                  "-Xptxas", "-v"), ("-x", "cu")),
+                                  "--fmad=false", "-Xptxas", "-v"), ("-x", "cu")),
     )
 }  # fmt: skip
 

@@ -6,6 +6,7 @@ alone.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dg_core.backend import KGrouped, Plan
+from dg_core.errors import UnsupportedError
 from dg_core.layout import FP8_DTYPES, ceil_div, dtype_name
 
 from .gemm import BF16, FEW_ROWS, FP8, GROUPINGS, LARGE, MOST_ROWS, SMALL, Choice, GemmPlan, output_fields
@@ -79,6 +81,17 @@ def _values(name: str, x: Tensor, k_major: bool) -> Values:
     return Values(AS_IS, 0, 0, aligned, False)
 
 
+@functools.cache
+def _on_device(ks: tuple[int, ...], device: torch.device) -> Tensor:
+    """Sizes of groups, kept for good: a captured graph reads them, whatever becomes of the plan."""
+    if device.type != "cpu" and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            f"k_grouped: sizes {ks} that only the host knows cannot be copied to {device} inside a capture; "
+            "make one such call before it, or give the sizes on the device"
+        )
+    return torch.tensor(ks, dtype=torch.int32, device=device)
+
+
 def plan(problem: KGrouped, tensors: tuple[Tensor | None, ...], library: Library) -> Plan:
     """A function of (a, sfa, b, sfb, d, c, layout) for tensors with these shapes, strides and dtypes."""
     a, sfa, b, sfb, d, c, layout = tensors
@@ -88,7 +101,7 @@ def plan(problem: KGrouped, tensors: tuple[Tensor | None, ...], library: Library
     p, choice = problem, choose(problem, _ELEMENTS[a.dtype])
     sizes = None
     if p.ks is not None and not p.psum:
-        sizes = torch.tensor(p.ks, dtype=torch.int32, device=d.device)
+        sizes = _on_device(p.ks, d.device)
     left, right = _values("a", a, p.k_major), _values("b", b, p.k_major)
     fields: dict[str, Any] = {
         "m": p.m, "n": p.n, "k": p.sum_k, **left.fields("a"), **right.fields("b"),

@@ -12,7 +12,7 @@ DG_KERNEL(mega_open, Args, kThreads, 16) {
         open_call(args);
 }
 
-DG_KERNEL(mega_gather_routes, Args, kThreads, kMegaLds) {
+DG_KERNEL(mega_gather_routes, Args, kThreads, kFewLds) {
     if (!stopped(args, lds))
         gather_routes(args, block(), blocks());
 }
@@ -27,9 +27,11 @@ DG_KERNEL(mega_k1_dispatch_l1, Args, kThreads, kMegaLds) {
         return;
     if (args.route_inside != 0) {
         gather_routes(args, block(), blocks());
-        meet_blocks(args);
+        if (!meet_blocks(args, lds))
+            return;
         emit_routes(args, block(), blocks(), lds);
-        meet_blocks(args);
+        if (!meet_blocks(args, lds))
+            return;
     }
     dispatch_and_l1(args, lds);
 }

@@ -4,7 +4,7 @@
 using namespace dg_hip;
 using namespace dg_hip::mega;
 
-DG_KERNEL(mega_k2_swiglu_quant, Args, kThreads, kMegaLds) {
+DG_KERNEL(mega_k2_swiglu_quant, Args, kThreads, kFewLds) {
     if (!stopped(args, lds))
         swiglu_quantise(args);
 }

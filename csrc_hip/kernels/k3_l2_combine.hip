@@ -18,12 +18,12 @@ DG_KERNEL(mega_k3_l2_combine, Args, kThreads, kMegaLds) {
         reduce_slots(args, block() - products, blocks() - products, static_cast<u32>(args.reduce_threads));
 }
 
-DG_KERNEL(mega_close, Args, kThreads, kMegaLds) {
+DG_KERNEL(mega_close, Args, kThreads, kFewLds) {
     if (!stopped(args, lds))
         all_done(args, lds);
 }
 
-DG_KERNEL(mega_reduce, Args, kThreads, kMegaLds) {
+DG_KERNEL(mega_reduce, Args, kThreads, kFewLds) {
     if (!stopped(args, lds))
         reduce_slots(args, block(), blocks(), static_cast<u32>(args.reduce_threads));
 }

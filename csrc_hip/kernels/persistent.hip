@@ -10,17 +10,20 @@ using namespace dg_hip::mega;
 DG_KERNEL(mega_persistent, Args, kThreads, kMegaLds) {
     if (block() == 0 && thread() == 0)
         open_call(args);
-    meet_blocks(args);
-    if (stopped(args, lds))
+    if (!meet_blocks(args, lds) || stopped(args, lds))
         return;
     gather_routes(again(args), block(), blocks());
-    meet_blocks(again(args));
+    if (!meet_blocks(again(args), lds))
+        return;
     emit_routes(again(args), block(), blocks(), lds);
-    meet_blocks(again(args));
+    if (!meet_blocks(again(args), lds))
+        return;
     dispatch_and_l1(args, lds);
-    meet_blocks(again(args));
+    if (!meet_blocks(again(args), lds))
+        return;
     swiglu_quantise(again(args));
-    meet_blocks(again(args));
+    if (!meet_blocks(again(args), lds))
+        return;
     l2_and_signal(args, blocks(), lds);
     if (all_done(again(args), lds))
         reduce_slots(again(args), block(), blocks(), kThreads);

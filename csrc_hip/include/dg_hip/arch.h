@@ -6,12 +6,14 @@
 //   multiply<Fp8 or Bf16>(acc, p, q)      acc += P x Q^T, 16 x 16; `result` of ResultMap::mmac says which four
 //                                         elements a lane holds: p is its row, the four are q
 //   q_row(row)                            the row of a 16-row strip that a lane gives of Q in place of `row`
-//   fp8x4(a, b, c, d) exponential(x)      saturating, to nearest even; e^x
+//   fp8x4(a, b, c, d) exponential(x)      saturating, to nearest even; e^x, within 5e-6 of it
 //   load<T>(p) store<T>(p, x)             plain, T up to 16 bytes and aligned to its size
 //   load_peer<T>(p) store_peer<T>(p, x)   past the caches that other ranks do not see into
 //   load_acquire<Scope>(p) store_release<Scope>(p, x) add<Scope>(p, x) swap_if<Scope>(p, from, to)
 //                                         32- and 64-bit words; the latter two acquire, release and give the old
 //   publish()                             this thread's stores are seen by all ranks before what it stores next
+//   acquire<Scope>()                      what was published before a flag is seen, after a meeting with the thread that
+//                                         read the flag
 //   again(args)                           the kernel's arguments, read anew where a loop of much work uses them
 //   pause()                               in every turn of a loop that waits for another block or rank
 //   ticks() kTicksPerSecond               a clock that does not stop

@@ -54,8 +54,7 @@ struct BlockScales {
     DG_DEVICE f32 of_p(i32 row, i64 part) const {
         return row < p_rows ? load<f32>(p + row * p_row + part / p_k_steps * p_k) : 0.0f;
     }
-    DG_DEVICE f32 of_q(i32 row, i64 part) const { return of_group(group(row), part / q_k_steps); }
-    // The same in two parts, of which a tile asks for the first one once: its division is slow.
+    // In two parts, of which a tile asks for the first one once: its division is slow.
     DG_DEVICE i32 group(i32 row) const { return row < q_rows ? (q_first + row) / q_gran : -1; }
     DG_DEVICE f32 of_group(i32 group, i64 number) const {
         return group < 0 ? 0.0f : load<f32>(q + group * q_row + number * q_k);
@@ -286,25 +285,27 @@ DG_DEVICE void accumulate_tile(Accumulators<S>& acc, const P& p, const Q& q, i64
     const bool direct_p = slabs_p.begin(), direct_q = slabs_q.begin(), direct = direct_p && direct_q;
     const int strips = static_cast<int>(least(ceil_div(rows - first_p<S>(), kTile), i64{S::kStripsP}));
     const i32 steps = static_cast<i32>(ceil_div(bytes, kSlabK));
-    // Step -1 only fetches, so that the code that fetches stands here once.
+    // Pieces that can be loaded as such come into registers while the step before is multiplied; others when they are
+    // laid down, so that no wait of theirs stands between loads and products.
+    const auto fetch_ahead = [&](i64 k) {
+        if (direct && k + kSlabK <= bytes) {
+            slabs_p.fetch_pieces(k);
+            slabs_q.fetch_pieces(k);
+        }
+    };
+    fetch_ahead(0);
     DG_NO_UNROLL
-    for (i32 step = -1; step < steps; ++step) {
+    for (i32 step = 0; step < steps; ++step) {
         u8* const stage = lds + (step & 1) * S::kStage;
-        if (step >= 0) {
-            slabs_p.lay_down(stage);
-            slabs_q.lay_down(stage + S::kP / kTile * kSlabBytes);
-            sync();
-        }
         const i64 next = static_cast<i64>(step + 1) * kSlabK;
-        if (direct && next + kSlabK <= bytes) {
-            slabs_p.fetch_pieces(next);
-            slabs_q.fetch_pieces(next);
-        } else if (next < bytes) {
-            slabs_p.fetch(next);
-            slabs_q.fetch(next);
+        if (!direct || next > bytes) {
+            slabs_p.fetch(next - kSlabK);
+            slabs_q.fetch(next - kSlabK);
         }
-        if (step < 0)
-            continue;
+        slabs_p.lay_down(stage);
+        slabs_q.lay_down(stage + S::kP / kTile * kSlabBytes);
+        sync();
+        fetch_ahead(next);
         const u8* const own_p = stage + first_p<S>() / kTile * kSlabBytes + lane() * kLaneBytes;
         const u8* const own_q = stage + (S::kP + first_q<S>()) / kTile * kSlabBytes + lane() * kLaneBytes;
         DG_NO_UNROLL

@@ -227,6 +227,10 @@ DG_DEVICE T swap_if(T* p, T from, T to) {
                                        __NV_THREAD_SCOPE_SYSTEM);
     return from;
 }
+template <Scope kScope>
+DG_DEVICE void acquire() {
+    kScope == Scope::agent ? __threadfence() : __threadfence_system();
+}
 DG_DEVICE void publish() {
     __threadfence_system();
 }

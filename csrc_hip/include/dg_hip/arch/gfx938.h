@@ -30,14 +30,14 @@ DG_DEVICE u32 fp8x4(f32 a, f32 b, f32 c, f32 d) {
     return static_cast<u32>(__builtin_hcu_cvt_pk_fp8_f32(clipped(c), clipped(d), low, true));
 }
 
-// glc slc: past this device's caches. One instruction of 16 bytes; the wait is part of it, since the compiler does not
+// Past this device's caches: glc slc for 16 bytes, for less what clang makes of a load of system scope. One instruction of 16 bytes; the wait is part of it, since the compiler does not
 // count what inline assembly has in flight.
 template <class T>
 DG_DEVICE T load_peer(const void* p) {
     if constexpr (sizeof(T) == 16) {
         NativeF32x4 x;
         asm volatile("global_load_dwordx4 %0, %1, off glc slc\n s_waitcnt vmcnt(0)"
-                     : "=v"(x)
+                     : "=&v"(x)
                      : "v"(p)
                      : "memory");
         return bits<T>(x);

@@ -153,6 +153,11 @@ inline T swap_if(T* p, T from, T to) {
     __atomic_compare_exchange_n(p, &from, to, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
     return from;
 }
+template <Scope>
+inline void acquire() {
+    host::forget();
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+}
 inline void publish() {
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }

@@ -13,10 +13,10 @@
     /* Offsets in bytes: inputs and combine rows in data, words in control. */                                \
     X(i64, x_at) X(i64, x_sf_at) X(i64, ids_at) X(i64, weights_at) X(i64, combine_at)                         \
     X(i64, published_at) X(i64, published_row) X(i64, arrive_at) X(i64, done_at) X(i64, abort_at)             \
-    /* Sizes; `experts` of all ranks together, `experts_per_rank` of the ranks that own most. */              \
+    /* Sizes, and limits of waits for ranks and for blocks (0: none); `experts` of all ranks together, `experts_per_rank` of the ranks that own most. */              \
     X(i32, rank) X(i32, ranks) X(i32, experts) X(i32, experts_per_rank) X(i32, first_expert)                  \
     X(i32, local_experts) X(i32, max_tokens) X(i32, topk) X(i32, hidden) X(i32, intermediate)                 \
-    X(f32, seconds) X(i32, check_uniform)                                                                     \
+    X(f32, seconds) X(f32, meet_seconds) X(i32, check_uniform)                                                                     \
     /* Scratch of this rank. */                                                                               \
     X(ptr, expert_offsets) X(ptr, runtime_tokens) X(ptr, row_source) X(ptr, row_weight) X(ptr, l1_acts)       \
     X(ptr, l1_acts_sf) X(ptr, l1_out) X(ptr, l2_acts) X(ptr, l2_acts_sf)                                      \

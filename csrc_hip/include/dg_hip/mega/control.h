@@ -2,7 +2,7 @@
 //
 // A rank publishes its words, stores the generation into its word at every rank (`arrive` at the start of a call, `done`
 // when its combine rows are stored), and polls its own memory. Who waits also watches the abort word and a limit of
-// time; whoever gives up tells all ranks why in one store of 8 bytes, leaves the same in memory of the host, sets the
+// time; whoever gives up tells all ranks why in one word of 8 bytes, leaves the same in memory of the host, sets the
 // word `stop` of this rank so that the call's later kernels do nothing, and ends as any kernel does.
 #pragma once
 
@@ -14,13 +14,15 @@ namespace dg_hip::mega {
 // Words of `local`, in the order of LOCAL_WORDS in dg_core/symm.py. All but the first are a call's own.
 enum Local { kGeneration, kStop, kBlocksArrived, kBlocksSense, kL1Items, kL2Items, kFinished };
 // Indices of ENDED_BY in dg_core/peers/waiting.py, and of PHASES in dg_core/symm.py.
-enum Cause { kTimeout = 1, kUniform = 4 };
-enum Phase { kDispatch = 6, kCombine = 10 };
+enum Cause { kTimeout = 1, kFailed = 3, kUniform = 4 };
+enum Phase { kDispatch = 6, kCombine = 10, kBarrier = 11 };
 // Columns of a row of `published`.
 enum Published { kPublishedGeneration, kTokens, kPath, kDispatchTokens, kOp, kGraph, kPublishedWords };
 
-constexpr int kWordAt = Large::kLds;  // in LDS, behind what a product needs: 16 bytes for a few words
-constexpr int kMegaLds = Large::kLds + 16;
+// Words that a block's threads tell each other lie where a product's slabs do: never both at once, and 16 bytes more
+// would leave room for one block of 64 KB in place of two.
+constexpr int kWordAt = 0;
+constexpr int kMegaLds = Large::kLds, kFewLds = 16;
 
 DG_DEVICE u32* local_word(const Args& args, Local which) {
     return reinterpret_cast<u32*>(args.local) + which;
@@ -195,23 +197,41 @@ DG_DEVICE bool all_done(const Args& args, u8* lds) {
 
 // Blocks -------------------------------------------------------------------------------------------------------------
 
-// All blocks of a launch meet, so all of them have to be resident. What each thread stored before is seen by all.
-DG_DEVICE void meet_blocks(const Args& args) {
+// By thread 0: wait until all blocks have come, unless ranks cannot go on. Blocks that are not all resident, since
+// something else holds their places, would wait for ever; so there is a limit, where the device has none of its own.
+DG_DEVICE bool wait_for_blocks(const Args& args) {
+    u32* const arrived = local_word(args, kBlocksArrived);
+    u32* const sense = local_word(args, kBlocksSense);
+    const u32 before = load_acquire<Scope::agent>(sense);
+    if (add<Scope::agent>(arrived, 1u) == blocks() - 1) {
+        store_release<Scope::agent>(arrived, 0u);
+        store_release<Scope::agent>(sense, before + 1);
+        return true;
+    }
+    const u64 start = ticks();
+    const u64 limit = static_cast<u64>(static_cast<double>(args.meet_seconds) * kTicksPerSecond);
+    while (load_acquire<Scope::agent>(sense) == before) {
+        const bool late = limit > 0 && ticks() - start >= limit;
+        if (late)
+            tell_all(args, kFailed, args.rank, kBarrier, load<u32>(local_word(args, kGeneration)),
+                     args.arrive_at);
+        else if (is_aborted(args))
+            stop_here(args);
+        if (late || is_aborted(args))
+            return false;
+        pause();
+    }
+    return true;
+}
+
+// All blocks of a launch meet, so all of them have to be resident. What each thread stored before is seen by all. False
+// in a block that has to end, since the call has: others may be past this meeting, and end at their next one.
+DG_DEVICE bool meet_blocks(const Args& args, u8* lds) {
     publish();
     sync();
-    if (thread() == 0) {
-        u32* const arrived = local_word(args, kBlocksArrived);
-        u32* const sense = local_word(args, kBlocksSense);
-        const u32 before = load_acquire<Scope::agent>(sense);
-        if (add<Scope::agent>(arrived, 1u) == blocks() - 1) {
-            store_release<Scope::agent>(arrived, 0u);
-            store_release<Scope::agent>(sense, before + 1);
-        } else {
-            while (load_acquire<Scope::agent>(sense) == before)
-                pause();
-        }
-    }
-    sync();
+    const bool met = from_first(thread() == 0 ? wait_for_blocks(args) : 0, lds) != 0;
+    acquire<Scope::agent>();
+    return met;
 }
 
 // The next piece of work of a launch. Numbers are given in order, so whoever waits for a lower number waits for a block

@@ -11,9 +11,14 @@ struct Weights {
     i64 first, bytes;
     bool packed;
 
-    DG_DEVICE U32x4 at(i32 row, i64 k) const {
+    DG_DEVICE bool direct() const { return true; }
+    DG_DEVICE const u8* line(i32 row) const {
         const i64 n = first + row;
-        return load<U32x4>(base + (packed ? kpack2_offset(n, k, bytes) : n * bytes + k));
+        return base + (packed ? kpack2_offset(n, 0, bytes) : n * bytes);
+    }
+    DG_DEVICE U32x4 part(const u8* line, i64 k) const { return k < bytes ? piece(line, k) : kZeros16; }
+    DG_DEVICE U32x4 piece(const u8* line, i64 k) const {
+        return load<U32x4>(line + (packed ? k * kTile : k));
     }
 };
 
@@ -104,6 +109,7 @@ DG_DEVICE void await_rows(const Args& args, i64 number) {
         while (load_acquire<Scope::agent>(ready_flag(args, number)) == 0)
             pause();
     sync();
+    acquire<Scope::agent>();
 }
 
 DG_DEVICE void l1_tile(const Args& args, const RowTile& tile, i64 column, u8* lds) {
