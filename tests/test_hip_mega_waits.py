@@ -121,6 +121,26 @@ def test_a_failure_of_another_rank_ends_a_wait_at_once(cases: Cases) -> None:
     assert on_ranks(made, work)[0] < 2
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_blocks_that_cannot_all_be_resident(
+    cases: Cases, path: str, on_hip: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """50: something else holds the places of blocks that meet. After a limit of its own the launch ends with an
+    error on every rank, y is as it was, and blocks that start late do nothing."""
+    made = cases(sizes_of(1), tokens=(5,))
+    made.run(PATHS[path])
+    real = on_hip.launch
+    monkeypatch.setattr(on_hip, "launch", lambda *a, **rest: real(*a, **{**rest, "resident": 2}))
+    own = made.world.ranks[0]
+    own.stages._fixed["meet_seconds"] = 0.3
+    made.prebuild = "asm"  # K1 finds its routes, and its blocks meet
+    ys = blank(made)
+    (error,) = made.world.outcomes(PATHS[path], made.calls(ys))
+    assert type(error) is CommError
+    assert "rank 0 failed in phase 'barrier', generation 2" in str(error)
+    assert ys[0].isnan().all()
+
+
 @pytest.mark.parametrize("resident", [1, 4])
 def test_products_wait_for_no_rank(cases: Cases, resident: int) -> None:
     """10: rank 1 begins its third stage when rank 0's rows have come and rank 0 has said so; if a block that
