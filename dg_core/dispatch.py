@@ -48,8 +48,10 @@ _local = _Local()
 _loaded: dict[str, Backend] = {}
 _failed: dict[str, Exception] = {}
 _printed: set[tuple[str, Problem]] = set()
-# Whether Dynamo traces the call. Other tracers hand over tensors of derived classes.
+# Whether Dynamo traces the call, or a mode of torch's dispatcher watches it (make_fx, a counter of flops): it
+# would not see kernels that get addresses. Other tracers hand over tensors of derived classes.
 _is_traced = torch.compiler.is_dynamo_compiling
+_is_watched = torch._C._len_torch_dispatch_stack
 
 
 # Backends ---------------------------------------------------------------------------------------------------
@@ -261,7 +263,7 @@ def run(op: Op, tensors: Tensors, options: Options = ()) -> Any:
     it, and a guard compares the tensors with theirs in one step. Whatever is not recognised is looked up by
     its key.
     """
-    if _is_traced():
+    if _is_traced() or _is_watched():
         return library.call(op, tensors, options)
     try:
         hint, present = op.glance(tensors, options, _local.backend, config.epoch())

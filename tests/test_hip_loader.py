@@ -241,6 +241,19 @@ def edited(folder: Path, change: Callable[[manifest.Row], manifest.Row]) -> None
     manifest.write(path, map(change, manifest.read(path).values()))
 
 
+def test_a_library_that_is_not_ours(lib: Path, tmp_path: Path) -> None:
+    other = shared_library(tmp_path, "other", "int other;")
+    (lib / "host").mkdir()
+    shutil.copy(other, lib / "host" / loader.HOST_FILE)
+    with pytest.raises(BackendUnavailable, match=r"host library does not load: .*dg_hip_kernel_at"):
+        loader.library(CPU)
+
+
+def test_tensors_of_no_device_are_no_card(lib: Path) -> None:
+    state = loader.available(torch.device("meta"))
+    assert (state.ok, state.reason) == (False, "it needs tensors of a CPU or a GPU, not ones on meta")
+
+
 def test_code_objects_of_another_architecture(gfx950: Path, lib: Path, card: Callable[[str], None]) -> None:
     """The manifest says that it is gfx938's; the files do not."""
     shutil.copytree(gfx950 / "gfx950", lib / "gfx938")

@@ -125,8 +125,8 @@ def test_a_failure_of_another_rank_ends_a_wait_at_once(cases: Cases) -> None:
 def test_blocks_that_cannot_all_be_resident(
     cases: Cases, path: str, on_hip: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """50: something else holds the places of blocks that meet. After a limit of its own the launch ends with an
-    error on every rank, y is as it was, and blocks that start late do nothing."""
+    """50: something else holds the places of blocks that meet. After a limit of its own the launch ends with
+    an error on every rank, y is as it was, and blocks that start late do nothing."""
     made = cases(sizes_of(1), tokens=(5,))
     made.run(PATHS[path])
     real = on_hip.launch

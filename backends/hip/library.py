@@ -124,7 +124,8 @@ class HostLibrary:
     def __init__(self, path: str) -> None:
         try:
             native = ctypes.CDLL(path)
-        except OSError as error:
+            native.dg_hip_kernel_at, native.dg_hip_launch  # noqa: B018, raises where it is another library
+        except (OSError, AttributeError) as error:
             raise BackendUnavailable(f"the HIP host library does not load: {error}") from error
         native.dg_hip_kernel_at.restype = ctypes.POINTER(_Info)
         native.dg_hip_kernel_at.argtypes = [ctypes.c_uint32]

@@ -48,6 +48,8 @@ def arch_of(device: torch.device) -> str:
 
 def available(device: torch.device | None) -> Availability:
     """Whether there is a library for the device (left out: the processor's), made for its architecture."""
+    if device is not None and device.type not in ("cpu", "cuda"):
+        return Availability(False, f"it needs tensors of a CPU or a GPU, not ones on {device}")
     return state_of(full_arch_of(device or torch.device("cpu")))
 
 
@@ -80,7 +82,10 @@ def details() -> dict[str, str]:
 def _detail(arch: str) -> str:
     state, path = state_of(arch), lib_dir() / arch / manifest.NAME
     if state.ok:
-        count = f"{len(manifest.read(path))} kernels" if path.is_file() else "kernels"
+        try:
+            count = f"{len(manifest.read(path))} kernels" if path.is_file() else "kernels"
+        except FormatError as error:  # of the host's, which is not needed
+            count = f"kernels, and a manifest that cannot be read ({error}),"
         return f"{count} in {path.parent}"
     return f"{state.reason if path.parent.is_dir() else 'not built'} ({state.remedy})"
 

@@ -42,13 +42,12 @@ def k_grouped(
 
 
 def _entries(sf: Tensor, index: Tensor) -> Tensor:
-    """Columns ``index`` of the scales, clipped: sizes on the device may ask for more scales than there
-    are."""
-    return (
-        sf.index_select(1, index.clamp(max=sf.shape[1] - 1))
-        if sf.shape[1]
-        else sf.new_zeros(len(sf), len(index))
-    )
+    """Columns ``index`` of the scales, 0 where there is none: sizes on the device may ask for more scales
+    than there are."""
+    count = sf.shape[1]
+    if not count:
+        return sf.new_zeros(len(sf), len(index))
+    return sf.index_select(1, index.clamp(max=count - 1)).masked_fill_(index >= count, 0)
 
 
 def _stretch(
