@@ -1,6 +1,7 @@
 // The stacks of a wave's fibers.
 #pragma once
 
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include <mutex>
@@ -63,13 +64,21 @@ class Stacks {
         }
     }
 
+    // Around a fork: its child has this thread alone, so no other one may hold the lock then.
+    void hold() { lock_.lock(); }
+    void let_go() { lock_.unlock(); }
+
   private:
     std::mutex lock_;
     std::vector<u8*> free_;
 };
 
 inline Stacks& stacks() {
-    static Stacks* const all = new Stacks;  // outlives threads that end after static objects do
+    static Stacks* const all = [] {
+        const auto let_go = [] { stacks().let_go(); };
+        pthread_atfork([] { stacks().hold(); }, let_go, let_go);
+        return new Stacks;  // outlives threads that end after static objects do
+    }();
     return *all;
 }
 
