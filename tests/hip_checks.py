@@ -109,13 +109,13 @@ def needs_clang() -> None:
 
 
 def gfx950_object(name: str) -> Path:
-    """csrc_hip/checks/<name>.hip for gfx950."""
+    """csrc_hip/checks/<name>.hip for gfx950, or a kernel file of the package: ``../kernels/<name>``."""
     needs_clang()
     build = build_module()
     target = dataclasses.replace(build.TARGETS["gfx950"], name="checks-gfx950")
     made = build.Compiler(target, "clang-22", version_of("clang-22"))
     BUILT.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(BUILT / f"{name}-gfx950.lock"):
+    with filelock.FileLock(BUILT / f"{Path(name).name}-gfx950.lock"):
         path: Path = made.object_of(CHECKS / f"{name}.hip")
     return path
 

@@ -103,6 +103,35 @@ def test_releases_and_acquires(kernel: str, bits: str, wanted: int) -> None:
     assert len(acquired) >= (2 if kernel.startswith("check_ring") else 1)
 
 
+@pytest.mark.parametrize(
+    ("file", "kernel", "looks_again"),
+    [("k1_dispatch_l1", "mega_k1_dispatch_l1", True), ("k3_l2_combine", "mega_k3_l2_combine", False),
+     ("persistent", "mega_persistent", True)],
+)  # fmt: skip
+def test_data_before_flags_in_mega_moe(file: str, kernel: str, looks_again: bool) -> None:
+    """Faults 1 to 3 of docs/dcu.md, in the kernels that ship: what a thread has stored is written back for
+    all ranks, and that has ended, before the barrier behind which one thread tells of it. Where rows of other
+    blocks are read, every wave empties its cache behind the barrier after the flag."""
+    code = gfx950_code(f"../kernels/{file}")[kernel]
+    memory = re.compile(r"(global|flat|buffer)_(load|store|atomic)")
+    system = [i for i, line in enumerate(code) if line == "buffer_wbl2 sc0 sc1"]
+    published = 0
+    for start in (i for i, line in enumerate(code) if line.startswith("buffer_wbl2")):
+        after = next(line for line in code[start + 1 :] if memory.match(line) or "vmcnt(0)" in line)
+        assert after.startswith("s_waitcnt"), f"{kernel}: {after} does not wait for a write-back"
+    for start in system:
+        next_event = next(line for line in code[start:] if memory.match(line) or line == "s_barrier")
+        published += next_event == "s_barrier"
+    assert published >= 1
+    again = 0
+    for start in (i for i, line in enumerate(code) if line == "s_barrier"):
+        next_event = next(
+            (line for line in code[start:] if memory.match(line) or line == "buffer_inv sc1"), ""
+        )
+        again += next_event == "buffer_inv sc1"
+    assert (again >= 1) == looks_again
+
+
 def test_publish_waits_before_and_after() -> None:
     code = gfx950_code("instructions")["check_ring"]
     store = next(i for i, line in enumerate(code) if line.startswith("global_store_dword v["))
