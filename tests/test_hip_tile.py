@@ -34,8 +34,7 @@ class Form:
     """How the two operands of a kernel are stored.
 
     Attributes:
-        p, q: rows, bare (rows without lines), fp4 or kpack2. steps: instructions of a partial sum, 0 without
-            scales.
+        p, q: rows, fp4 or kpack2. steps: instructions of a partial sum, 0 without scales.
     """
 
     element: str
@@ -61,7 +60,6 @@ FORMS = [
     Form("fp8", "rows", "fp4", 0),
     Form("fp8", "fp4", "rows", 1),
     *(Form("fp8", "rows", "kpack2", steps) for steps in (0, 4)),
-    Form("fp8", "bare", "rows", 0),
 ]
 
 
@@ -221,15 +219,12 @@ class TestProducts:
 
 @pytest.mark.parametrize("tile", TILES)
 def test_direct_loads_and_single_bytes_agree(library: HostLibrary, tile: str) -> None:
-    """The same bytes at an address that allows loads of 16 and at one that does not, and without lines."""
+    """The same bytes at an address that allows loads of 16 and at one that does not."""
     form = Form("fp8", "rows", "rows", 4)
     case = product(form, tile, 45, 77, 400)
     whole = check(library, form, tile, case)
     np.testing.assert_array_equal(check(library, form, tile, case, (1, 0)), whole)
     np.testing.assert_array_equal(check(library, form, tile, case, (0, 3)), whole)
-    rows, bare = Form("fp8", "rows", "rows", 0), Form("fp8", "bare", "rows", 0)
-    case = product(rows, tile, 45, 77, 400)
-    np.testing.assert_array_equal(check(library, bare, tile, case), check(library, rows, tile, case))
 
 
 @pytest.mark.parametrize("tile", TILES)

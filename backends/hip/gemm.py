@@ -6,7 +6,6 @@ the plan is made; a call brings addresses.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,7 +181,7 @@ class GemmPlan:
         if c is not None and not rows_contiguous(c):
             c = c.contiguous()
         self.library.launch(
-            self.choice.kernel, self.choice.blocks, resident=os.cpu_count() or 1,
+            self.choice.kernel, self.choice.blocks,
             a=self.a.run(a), sfa=sfa, b=self.b.run(b), sfb=sfb, d=out, c=c, layout=layout, **self.fields,
         )  # fmt: skip
         if self.scattered:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from torch import Tensor
 
 from dg_core import config
@@ -59,16 +57,6 @@ def plan(problem: HcPrenorm, tensors: Tensors, library: Library) -> Plan:
     name, blocks = f"hc_prenorm_{rows}", _blocks(p, rows)
 
     def run(a: Tensor, b: Tensor, d: Tensor, sqr_sum: Tensor) -> None:
-        # Blocks do not wait for each other, so the host runs no more at a time than it has processors.
-        library.launch(
-            name,
-            blocks,
-            resident=os.cpu_count() or 1,
-            a=of_a.run(a),
-            b=of_b.run(b),
-            d=d,
-            norms=sqr_sum,
-            **fields,
-        )
+        library.launch(name, blocks, a=of_a.run(a), b=of_b.run(b), d=d, norms=sqr_sum, **fields)
 
     return run

@@ -6,10 +6,8 @@ How keys are shared changes no result, so the paged form reads neither the sched
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,11 +120,6 @@ def _row_fields(
     }  # fmt: skip
 
 
-def _launch(library: Library, name: str, blocks: int, **fields: Any) -> None:
-    # Blocks do not wait for each other, so the host runs no more of them at a time than it has processors.
-    library.launch(name, blocks, resident=os.cpu_count() or 1, **fields)
-
-
 def _plain(p: MqaLogits, tensors: tuple[Tensor | None, ...], library: Library) -> Plan:
     q, kv, kv_sf, weights, start, end = (_required(tensors[i]) for i in (0, 2, 3, 4, 5, 6))
     name, groups = kernel_name(p), ceil_div(p.rows, PAIRS // p.heads)
@@ -143,8 +136,8 @@ def _plain(p: MqaLogits, tensors: tuple[Tensor | None, ...], library: Library) -
         q: Tensor, q_sf: Tensor | None, kv: Tensor, kv_sf: Tensor, weights: Tensor, start: Tensor, end: Tensor
     ) -> Tensor:
         out = empty_logits(p.rows, p.columns, p.out_dtype, q.device)
-        _launch(
-            library, name, blocks, q=make_q(q), q_sf=q_sf, kv=make_kv(kv), kv_sf=kv_sf, weights=weights,
+        library.launch(
+            name, blocks, q=make_q(q), q_sf=q_sf, kv=make_kv(kv), kv_sf=kv_sf, weights=weights,
             start=start, end=end, out=out, out_row=_strides(out)[0], **fields,
         )  # fmt: skip
         return out
@@ -171,8 +164,8 @@ def _paged(p: PagedMqaLogits, tensors: tuple[Tensor | None, ...], library: Libra
     ) -> Tensor:  # fmt: skip
         out = empty_logits(p.batch * p.next_n, p.columns, p.out_dtype, q.device)
         cache, table = pages.run(cache, table)
-        _launch(
-            library, name, blocks, q=make_q(q), q_sf=q_sf, cache=cache, weights=weights, lens=lens,
+        library.launch(
+            name, blocks, q=make_q(q), q_sf=q_sf, cache=cache, weights=weights, lens=lens,
             table=table, out=out, out_row=_strides(out)[0], **fields,
         )  # fmt: skip
         return out
@@ -228,7 +221,7 @@ def _metadata(p: PagedMetadata, tensors: tuple[Tensor | None, ...], library: Lib
 
     def run(lens: Tensor, indices: Tensor | None) -> Tensor:
         out = torch.empty(p.num_sms + 1, 2, dtype=torch.int32, device=lens.device)
-        _launch(library, METADATA_KERNEL, 1, lens=lens, out=out, **fields)
+        library.launch(METADATA_KERNEL, 1, lens=lens, out=out, **fields)
         return out
 
     return run

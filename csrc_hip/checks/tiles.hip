@@ -42,15 +42,6 @@ struct AsKPack2 {
         return {side.base + first * side.k, side.k, side.rows};
     }
 };
-// An operand that says only what a row is, as one does whose rows do not lie anywhere.
-struct Bare {
-    Rows rows;
-
-    DG_DEVICE U32x4 at(i32 row, i64 k) const { return rows.at(row, k); }
-};
-struct AsBare {
-    static DG_DEVICE Bare of(const Side& side, i64 first) { return {AsRows::of(side, first)}; }
-};
 
 template <class Scales>
 DG_DEVICE Scales scales_of(const TileArgs& args, i64 row, i64 column, i32 rows, i32 columns) {
@@ -139,4 +130,3 @@ DG_CHECK_TILE(fp8_rows_fp4_0, Fp8, Unscaled, AsRows, AsFp4)
 DG_CHECK_TILE(fp8_fp4_rows_1, Fp8, BlockScales<1>, AsFp4, AsRows)
 DG_CHECK_TILE(fp8_rows_kpack2_0, Fp8, Unscaled, AsRows, AsKPack2)
 DG_CHECK_TILE(fp8_rows_kpack2_4, Fp8, BlockScales<4>, AsRows, AsKPack2)
-DG_CHECK_TILE(fp8_bare_rows_0, Fp8, Unscaled, AsBare, AsRows)

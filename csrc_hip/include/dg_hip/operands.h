@@ -1,13 +1,12 @@
 // Where a product's operands lie, and how 16 bytes of one row of them are read. Bytes count along K as the matrix
 // instruction sees them: packed FP4 counts as the FP8 that it becomes.
 //
-// An operand has at(row, k): bytes k .. k + 15 of a row of the tile, k a multiple of 16; zeros where there are none.
-// One whose rows lie somewhere that does not change with k may also have
+// An operand has
+//   line(row)       where a row of the tile begins, null if it is one of zeros: asked for once a tile
+//   part(line, k)   bytes k .. k + 15 of it, k a multiple of 16; zeros behind its end
 //   direct()        whether its pieces of 16 bytes can be loaded as such, the same for all threads of a block
-//   line(row)       where a row begins, null if it is one of zeros: asked for once a tile
-//   part(line, k)   what at(row, k) gives of a row that is not one of zeros
-//   piece(line, k)  the same where 16 bytes of K can be loaded as such
-// and then the main loop looks neither for ends nor for alignment in steps that have neither.
+//   piece(line, k)  what part(line, k) gives, then: the main loop looks neither for ends nor for alignment in steps
+//                   that have neither
 #pragma once
 
 #include <dg_hip/convert.h>
@@ -39,7 +38,6 @@ struct Rows {
     i32 rows;
     bool aligned;  // base and stride are multiples of 16
 
-    DG_DEVICE U32x4 at(i32 row, i64 k) const { return row < rows ? part(line(row), k) : kZeros16; }
     DG_DEVICE U32x4 part(const u8* line, i64 k) const { return load_row(line, k, bytes, aligned); }
     DG_DEVICE bool direct() const { return aligned; }
     DG_DEVICE const u8* line(i32 row) const { return row < rows ? base + row * stride : nullptr; }
@@ -52,7 +50,6 @@ struct Fp4Rows {
     i64 stride, bytes;
     i32 rows;
 
-    DG_DEVICE U32x4 at(i32 row, i64 k) const { return row < rows ? part(line(row), k) : kZeros16; }
     DG_DEVICE U32x4 part(const u8* line, i64 k) const {
         u64 packed = 0;
         DG_NO_UNROLL
@@ -83,7 +80,6 @@ struct KPack2 {
     i64 bytes;  // K, a multiple of 16
     i32 rows;
 
-    DG_DEVICE U32x4 at(i32 row, i64 k) const { return row < rows ? part(line(row), k) : kZeros16; }
     DG_DEVICE U32x4 part(const u8* line, i64 k) const { return k < bytes ? piece(line, k) : kZeros16; }
     DG_DEVICE bool direct() const { return true; }
     DG_DEVICE const u8* line(i32 row) const {

@@ -71,16 +71,6 @@ DG_DEVICE i32 first_q() {
     return static_cast<i32>(wave()) % S::kWavesQ * S::kStripsQ * kTile;
 }
 
-// Whether an operand knows the lines of its rows (dg_hip/operands.h).
-template <class Operand, class = void>
-struct HasLines {
-    static constexpr bool value = false;
-};
-template <class Operand>
-struct HasLines<Operand, decltype(void(&Operand::line))> {
-    static constexpr bool value = true;
-};
-
 // Eight of a lane's 16 bytes.
 DG_DEVICE u64 half(const U32x4& x, int which) {
     return x.v[2 * which] | static_cast<u64>(x.v[2 * which + 1]) << 32;
@@ -107,33 +97,23 @@ struct Slabs {
         DG_UNROLL
         for (int i = 0; i < kOwn; ++i)
             held[i] = kZeros16;
-        if constexpr (HasLines<Operand>::value) {
-            DG_UNROLL
-            for (int i = 0; i < kOwn; ++i)
-                lines[i] = exists(i) ? from.line(row(i)) : nullptr;
-            return from.direct();
-        } else {
-            return false;
-        }
+        DG_UNROLL
+        for (int i = 0; i < kOwn; ++i)
+            lines[i] = exists(i) ? from.line(row(i)) : nullptr;
+        return from.direct();
     }
     // Rows of zeros have been laid down as such by `begin`.
     DG_DEVICE void fetch_pieces(i64 k) {
-        if constexpr (HasLines<Operand>::value) {
-            DG_UNROLL
-            for (int i = 0; i < kOwn; ++i)
-                if (lines[i] != nullptr)
-                    held[i] = from.piece(lines[i], k + first_k());
-        }
+        DG_UNROLL
+        for (int i = 0; i < kOwn; ++i)
+            if (lines[i] != nullptr)
+                held[i] = from.piece(lines[i], k + first_k());
     }
     DG_DEVICE void fetch(i64 k) {
         DG_UNROLL
         for (int i = 0; i < kOwn; ++i)
-            if constexpr (HasLines<Operand>::value) {
-                if (lines[i] != nullptr)
-                    held[i] = from.part(lines[i], k + first_k());
-            } else if (exists(i)) {
-                held[i] = from.at(row(i), k + first_k());
-            }
+            if (lines[i] != nullptr)
+                held[i] = from.part(lines[i], k + first_k());
     }
     DG_DEVICE void lay_down(u8* stage) const {
         DG_UNROLL
