@@ -50,7 +50,7 @@ static void one_tile(const Params& params, i64 index, bool packing) {
         if (packing)
             write_packed(params, at, thread, tile, used);
         else
-            write_moved(params, at, thread, tile);
+            write_tile(params, at, thread, tile);
     }
 }
 static void rows(const Params& params, u32 blocks, bool packing) {

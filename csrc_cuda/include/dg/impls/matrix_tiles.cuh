@@ -36,6 +36,18 @@ __device__ __forceinline__ void walk(i64 tiles, Body body) {
         __syncthreads();  // the next tile's readers wait for this one's writers
     }
 }
+
+// Takes the tiles of a block through shared memory, by the kernel's own `grid`, `read_tile` and `write_tile`.
+template <class Tile, class Params>
+__device__ __forceinline__ void rewrite(const Params& params) {
+    __shared__ Tile tile;
+    walk(grid(params).count(), [&](i64 index) {
+        const Corner at = grid(params).corner(index);
+        read_tile(params, at, threadIdx.x, tile);
+        __syncthreads();
+        write_tile(params, at, threadIdx.x, tile);
+    });
+}
 #endif
 
 // Words --------------------------------------------------------------------------------------------------------

@@ -70,13 +70,7 @@ DG_HOST_DEVICE inline void write_tile(const Params& params, Corner at, u32 threa
 
 #if defined(__CUDACC__)
 __device__ __forceinline__ void expand(const Params& params) {
-    __shared__ Tile tile;
-    matrix::walk(grid(params).count(), [&](i64 index) {
-        const Corner at = grid(params).corner(index);
-        read_tile(params, at, threadIdx.x, tile);
-        __syncthreads();
-        write_tile(params, at, threadIdx.x, tile);
-    });
+    matrix::rewrite<Tile>(params);
 }
 #endif
 

@@ -78,7 +78,7 @@ DG_HOST_DEVICE inline u32 used_rows(const Params& params, Corner at, u32 thread)
     return used;
 }
 
-DG_HOST_DEVICE inline void write_moved(const Params& params, Corner at, u32 thread, const Tile& tile) {
+DG_HOST_DEVICE inline void write_tile(const Params& params, Corner at, u32 thread, const Tile& tile) {
     matrix::write_words(at, params.rows, params.columns,
                         params.result + at.group * params.columns * params.pitch, params.pitch, thread, tile);
 }
@@ -186,13 +186,7 @@ DG_HOST_DEVICE inline void write_piece(const GroupedParams& params, i64 index, u
 
 #if defined(__CUDACC__)
 __device__ __forceinline__ void move(const Params& params) {
-    __shared__ Tile tile;
-    matrix::walk(grid(params).count(), [&](i64 index) {
-        const Corner at = grid(params).corner(index);
-        read_tile(params, at, threadIdx.x, tile);
-        __syncthreads();
-        write_moved(params, at, threadIdx.x, tile);
-    });
+    matrix::rewrite<Tile>(params);
 }
 
 __device__ __forceinline__ void pack(const Params& params) {
