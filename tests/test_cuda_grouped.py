@@ -186,6 +186,19 @@ def test_sizes_of_zero(kind: Kind, grouping: str, sizes: tuple[int, int]) -> Non
             Case(kind, layout, *sizes, "nt", dtype, out_how="padded", seed=3).on(CARD).run().check()
 
 
+@pytest.mark.parametrize("rows", [1, 5, 70, 300])
+@pytest.mark.parametrize("alignment", [1, 2, 3])
+@pytest.mark.parametrize("kind", [BLOCK, Kind("row", "row"), FP4_WEIGHTS, BF16], ids=str)
+def test_groups_begin_anywhere(kind: Kind, alignment: int, rows: int) -> None:
+    """Groups that begin at every row of four: row scales come by copies that begin at multiples of 16 bytes,
+    and a tile's other rows are its neighbours'."""
+    ends = formulas.psum_ends([rows, rows + 1, rows + 2, 1, rows, 0, 2], alignment)
+    for zero in (False, True):
+        layout = Layout("psum", len(ends), ends[-1] + 3, tuple(ends), alignment, zero)
+        for dtype in OUT:
+            Case(kind, layout, 136, 300, dtype=dtype).on(CARD).run().check()
+
+
 @pytest.mark.parametrize("grouping", ["contiguous", "psum", "masked"])
 @pytest.mark.parametrize("kind", [BLOCK, BF16], ids=str)
 def test_layouts_that_are_strided(kind: Kind, grouping: str) -> None:

@@ -192,11 +192,14 @@ def check_tiles(grid: Grid, case: Case) -> None:
     assert (grid.first_b % grid.rows_b == 0).all()
     assert (tiles["group"] < layout.groups).all()
     assert (tiles["first_k"] == 0).all()
-    stops = np.full(layout.groups, layout.rows)
+    assert (grid.first_a % 4 == 0).all(), "bulk copies of row scales begin at multiples of 16 bytes"
+    starts, stops = np.zeros(layout.groups, np.int64), np.full(layout.groups, layout.rows)
     if layout.grouping == "psum":
         groups = formulas.psum_groups(layout.values, layout.alignment, layout.rows)
+        starts = np.array([rows.start for rows in groups], np.int64)
         stops = np.array([rows.stop for rows in groups], np.int64)
-    zeros = grid.first_a >= stops[tiles["group"]]
+    group = tiles["group"]
+    zeros = np.maximum(grid.first_a, starts[group]) >= stops[group]
     assert (tiles["last_k"] == np.where(zeros, 0, K_BLOCKS)).all()
     same_block = tiles["block"][1:] == tiles["block"][:-1]
     last = np.append(~same_block, [True] * min(len(tiles), 1))
@@ -379,7 +382,9 @@ FAULTS = (
     ("contiguous", "scheduler/groups.cuh", "lowest >= params.groups", "lowest > params.groups"),
     ("psum", "scheduler/rows.cuh", "first = up(before)", "first = before"),
     ("psum", "epilogue/output.cuh", "m < of.zeros", "m + 1 < of.zeros"),
-    ("psum", "scheduler/groups.cuh", "row_a(found) >= own.end", "row_a(found) > own.end"),
+    ("psum", "epilogue/output.cuh", "m >= of.begin && (line", "m + 1 >= of.begin && (line"),
+    ("psum", "scheduler/groups.cuh", "own.begin) >= own.end", "own.begin) > own.end"),
+    ("psum", "scheduler/groups.cuh", "mine.first / kFirstRows * kFirstRows", "mine.first"),
     ("masked", "epilogue/output.cuh", "line.wanted = m < of.end", "line.wanted = m <= of.end"),
     ("masked", "scheduler/groups.cuh", "sum <= within", "sum < within"),
     ("batched", "scheduler/tiles.cuh", "rest % height", "rest % kMostTiles"),

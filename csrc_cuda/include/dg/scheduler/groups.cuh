@@ -45,7 +45,7 @@ struct Scheduler {
             const Shared to = room.slot(ring.stage);
             mbarrier_wait(room.taken() + ring.stage * 8, ring.parity ^ 1);
             store_shared4(to, uint4{tile.row_p, tile.row_q, tile.last_k, tile.group});
-            store_shared4(to + 16, uint4{rows.end, rows.zeros, rows.mixed, 0});
+            store_shared4(to + 16, uint4{rows.end, rows.zeros, rows.mixed, rows.begin});
             mbarrier_arrive(room.given() + ring.stage * 8);
         }
         __syncwarp();
@@ -97,11 +97,15 @@ struct Scheduler {
                 const u32 end = __reduce_max_sync(0xffffffff, mine ? lane + (31 - __clz(mine)) * 32 + 1 : 0);
                 const u32 all_mine = (1u << (end > lane ? cdiv(end - lane, 32u) : 0)) - 1;
                 const bool mixed = __any_sync(0xffffffff, mine != all_mine);
-                give(tile(at, 0, lowest), Rows{first + end, 0, mixed});
+                give(tile(at, 0, lowest), Rows{first + end, 0, mixed, 0});
                 floor = lowest + 1;
             }
         }
     }
+
+    // A bulk copy may begin at multiples of 16 bytes of a line alone, and one of the row scales begins at the tile's
+    // first row: at any other the copy is an illegal instruction (one H200, driver 580).
+    static constexpr u32 kFirstRows = 16 / sizeof(float);
 
     // Counts or ends: the groups' tiles one after the other. A lane knows the tiles of one group, 32 groups at a
     // time; a scan over them tells where each begins.
@@ -114,7 +118,8 @@ struct Scheduler {
         u64 t = blockIdx.x, before = 0;
         for (u32 base = 0; base < params.groups; base += 32) {
             const Stretch mine = owners.stretch(base + lane);
-            const u32 tiles_a = cdiv(max(mine.end, mine.zeros) - mine.first, kRowsA);
+            const u32 first = mine.first / kFirstRows * kFirstRows, last = max(mine.end, mine.zeros);
+            const u32 tiles_a = last > mine.first ? cdiv(last - first, kRowsA) : 0;
             u32 sum = tiles_a * tiles_b;
 #pragma unroll
             for (u32 step = 1; step < 32; step *= 2) {
@@ -127,12 +132,13 @@ struct Scheduler {
                 const u32 index =
                     __popc(__ballot_sync(0xffffffff, sum <= within));  // lanes whose tiles end before
                 const u32 own_a = __shfl_sync(0xffffffff, tiles_a, index),
-                          own_first = __shfl_sync(0xffffffff, mine.first, index);
+                          own_first = __shfl_sync(0xffffffff, first, index);
                 const u32 begin = __shfl_sync(0xffffffff, sum, index) - own_a * tiles_b;
                 Tile found = tile(place(within - begin, own_a, tiles_b), own_first, base + index);
                 const Rows own{__shfl_sync(0xffffffff, mine.end, index),
-                               __shfl_sync(0xffffffff, mine.zeros, index), disordered};
-                if (row_a(found) >= own.end)
+                               __shfl_sync(0xffffffff, mine.zeros, index), disordered,
+                               __shfl_sync(0xffffffff, mine.first, index)};
+                if (max(row_a(found), own.begin) >= own.end)
                     found.last_k = 0;  // only rows that become zero
                 give(found, own);
             }

@@ -11,11 +11,12 @@ struct Rows {
     u32 end;    // rows of A from here on are not
     u32 zeros;  // but those before this one become zero
     u32 mixed;  // not 0: some of the rows before `end` are not either, and Ownership tells which
+    u32 begin;  // nor are rows before this one, of end rows
 
     // Those of a tile of groups, out of its slot.
     __device__ __forceinline__ static Rows of(const Tile& tile) {
         const uint4 words = load_shared4(tile.rows);
-        return {words.x, words.y, words.z};
+        return {words.x, words.y, words.z, words.w};
     }
 };
 
