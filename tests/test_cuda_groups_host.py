@@ -374,6 +374,19 @@ def test_groups_without_rows(built: Callable[[str], Built], grouping: str, group
             assert set(grid.tiles["group"]) == {groups - 1}
 
 
+@pytest.mark.parametrize("rows_of_tiles", [2, 3, 4])
+def test_short_tiles_are_everybodys(built: Callable[[str], Built], rows_of_tiles: int) -> None:
+    """The last tile of each group has two rows: no block gets many of those and no block only others."""
+    code, groups, blocks = built("masked"), 48, 132
+    for at, config in enumerate(code.configs):
+        rows_a, rows_b = (config.block_q, config.block_p) if config.swap else (config.block_p, config.block_q)
+        rows = (rows_of_tiles - 1) * rows_a + 2
+        grid = check(code, Case(at, Layout("masked", groups, rows, (rows,) * groups), 32 * rows_b, blocks))
+        short = grid.first_a == (rows_of_tiles - 1) * rows_a
+        shares = np.bincount(grid.tiles["block"][short], minlength=blocks)
+        assert shares.max() - shares.min() <= 3
+
+
 # Faults -----------------------------------------------------------------------------------------------------
 
 # grouping, header, text of it, what stands in its place
@@ -389,6 +402,7 @@ FAULTS = (
     ("masked", "scheduler/groups.cuh", "sum <= within", "sum < within"),
     ("batched", "scheduler/tiles.cuh", "rest % height", "rest % kMostTiles"),
     ("batched", "scheduler/groups.cuh", "ring.parity ^ 1", "ring.parity"),
+    ("batched", "scheduler/groups.cuh", "t += last ? 1", "t += last ? 0"),
     ("batched", "scheduler/groups.cuh", "if constexpr (kWarp)", "if constexpr (false)"),
 )
 

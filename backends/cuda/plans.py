@@ -55,6 +55,7 @@ SPLITS = (2, 3, 4, 6, 8)
 # products, which gains more than a stage less loses. 4096 x 32768 x 512 takes 142.5 us with that room and 153
 # without (256 x 128, one H200); of long K the stores are a small part.
 MOST_OVERLAPPED = 24
+WIDE = 192  # columns of FP8 tiles of groups that leave so whatever K is: four stages fit beside that
 MAX_STAGES = 16  # 9 KB a stage at least, and 64 KB in flight an SM is what reading memory needs
 
 SWAPPED_WIDTHS = (8, 16, 32, 64)  # rows of A; more of them fill tiles of 64 and 128 the normal way
@@ -145,10 +146,12 @@ def _swapped(kind: GemmTask, settings: Settings) -> Iterator[tuple[_Shape, int, 
 
 @functools.lru_cache(maxsize=1024)
 def _normal(kind: GemmTask, n: int, all_boxes: bool, settings: Settings) -> tuple[_Shape, ...]:
-    """A as P, tiles of 64 to 256 rows. Scales of rows on both sides lose by taking turns."""
+    """A as P, tiles of 64 to 256 rows. Scales of rows on both sides lose by taking turns, and so do groups,
+    by up to 3 %, where one K block is in flight (8 x 4096 x 6144 x 7168, one H200)."""
     fp8 = kind.element_bytes == 1
     fp4 = kind.a_fp4 or kind.b_fp4
     ordered = fp8 and "row" not in kind.scales
+    wide = kind.grouped and fp8 and not fp4
     found = []
     for width in _widths(n, WIDTHS, settings.block_multiples[1]):
         if kind.grouped and (kind.plain_store or kind.d_bytes == 4) and width > MOST_PLAIN_WIDTH:
@@ -158,7 +161,7 @@ def _normal(kind: GemmTask, n: int, all_boxes: bool, settings: Settings) -> tupl
             found.append(_Shape(width, consumers=1, pairs=pairs))
         if pairs:
             found.append(_Shape(width, pairs=True, ordered=ordered))
-        found.append(_Shape(width, ordered=ordered))
+        found.append(_Shape(width, ordered=ordered and not kind.grouped))
         # Beside three warpgroups the reader of labels would spill.
         three = kind.scales == "block" and not fp4 and kind.grouping != "contiguous"
         if three and width in THREE_WIDTHS:
@@ -172,7 +175,10 @@ def _normal(kind: GemmTask, n: int, all_boxes: bool, settings: Settings) -> tupl
                 found.append(_Shape(width, consumers, split=split, pairs=pairs, ordered=turns))
     if not (all_boxes or kind.grouped):  # K is long
         found += [shape._replace(stream=True) for shape in found if _may_be_cut(shape)]
-    return tuple(shape._replace(all_boxes=all_boxes or shape.consumers == 3) for shape in found)
+    return tuple(
+        shape._replace(all_boxes=all_boxes or shape.consumers == 3 or (shape.width >= WIDE and wide))
+        for shape in found
+    )
 
 
 def _may_be_cut(shape: _Shape) -> bool:

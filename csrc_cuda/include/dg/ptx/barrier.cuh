@@ -88,8 +88,8 @@ __device__ __forceinline__ void mbarrier_wait(Shared barrier, u32 parity) {
         : "memory");
 }
 
-// True when the phase is already over; does not wait for it.
-__device__ __forceinline__ bool mbarrier_done(Shared barrier, u32 parity) {
+// Not 0 when the phase is already over; does not wait for it.
+__device__ __forceinline__ u32 mbarrier_done(Shared barrier, u32 parity) {
     u32 done;
     asm volatile(
         "{\n"
@@ -100,7 +100,7 @@ __device__ __forceinline__ bool mbarrier_done(Shared barrier, u32 parity) {
         : "=r"(done)
         : "r"(barrier), "r"(parity)
         : "memory");
-    return done != 0;
+    return done;
 }
 
 template <u32 kThreads>

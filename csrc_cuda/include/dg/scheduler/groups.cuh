@@ -23,6 +23,7 @@ struct Scheduler {
     const Params& params;
     const Room<C>& room;
     u32 lane, rows, tiles_b;
+    u32 turn = blockIdx.x;  // the block's place in this wave of tiles
     Ring<kSlots> ring;
 
     __device__ __forceinline__ Scheduler(const Params& all, const Room<C>& block)
@@ -52,6 +53,16 @@ struct Scheduler {
         ring.advance();
     }
 
+    // To the block's tile of the next wave, one place further on. The last tiles of groups are short and lie at
+    // regular places: without that, with two tiles a group and an even grid, half of the blocks would get all of them
+    // and the others none.
+    template <class T>
+    __device__ __forceinline__ void next_wave(T& t) {
+        const bool last = turn + 1 == gridDim.x;
+        t += last ? 1 : gridDim.x + 1;
+        turn = last ? 0 : turn + 1;
+    }
+
     // A tile of a group, by the tile's place and the group's first row of A.
     __device__ __forceinline__ Tile tile(Band<C> place, u32 first_row, u32 group) const {
         Tile made{place.p * L::kBlockP, place.q * C::kBlockQ, 0, params.k_blocks, group};
@@ -72,7 +83,7 @@ struct Scheduler {
         const u32 tiles_a = C::kSwap ? params.tiles_q : params.tiles_p;
         const u32 all = tiles_a * tiles_b;  // a D of 2^32 tiles would fill more memory than there is
 #pragma unroll 1
-        for (u32 t = blockIdx.x; t < all; t += gridDim.x) {
+        for (u32 t = turn; t < all; next_wave(t)) {
             const Band<C> at = place(t, tiles_a, tiles_b);
             const u32 first = (C::kSwap ? at.q : at.p) * kRowsA, size = min(kRowsA, rows - first);
             const i32* from = params.layout + first + lane;
@@ -115,7 +126,7 @@ struct Scheduler {
         if constexpr (C::kGrouping == kPsum)
             for (u32 base = 0; base < params.groups; base += 32)
                 disordered |= __any_sync(0xffffffff, owners.stretch(base + lane).disordered) != 0;
-        u64 t = blockIdx.x, before = 0;
+        u64 t = turn, before = 0;
         for (u32 base = 0; base < params.groups; base += 32) {
             const Stretch mine = owners.stretch(base + lane);
             const u32 first = mine.first / kFirstRows * kFirstRows, last = max(mine.end, mine.zeros);
@@ -127,7 +138,7 @@ struct Scheduler {
                 sum += lane >= step ? other : 0;
             }
             const u32 all = __shfl_sync(0xffffffff, sum, 31);
-            for (; t < before + all; t += gridDim.x) {
+            for (; t < before + all; next_wave(t)) {
                 const u32 within = static_cast<u32>(t - before);
                 const u32 index =
                     __popc(__ballot_sync(0xffffffff, sum <= within));  // lanes whose tiles end before
