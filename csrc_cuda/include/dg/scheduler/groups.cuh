@@ -55,9 +55,8 @@ struct Scheduler {
 
     // To the block's tile of the next wave, one place further on. The last tiles of groups are short and lie at
     // regular places: without that, with two tiles a group and an even grid, half of the blocks would get all of them
-    // and the others none.
-    template <class T>
-    __device__ __forceinline__ void next_wave(T& t) {
+    // and the others none. Tiles of labels are all alike but for a few, and rather read the same rows again.
+    __device__ __forceinline__ void next_wave(u64& t) {
         const bool last = turn + 1 == gridDim.x;
         t += last ? 1 : gridDim.x + 1;
         turn = last ? 0 : turn + 1;
@@ -83,7 +82,7 @@ struct Scheduler {
         const u32 tiles_a = C::kSwap ? params.tiles_q : params.tiles_p;
         const u32 all = tiles_a * tiles_b;  // a D of 2^32 tiles would fill more memory than there is
 #pragma unroll 1
-        for (u32 t = turn; t < all; next_wave(t)) {
+        for (u32 t = blockIdx.x; t < all; t += gridDim.x) {
             const Band<C> at = place(t, tiles_a, tiles_b);
             const u32 first = (C::kSwap ? at.q : at.p) * kRowsA, size = min(kRowsA, rows - first);
             const i32* from = params.layout + first + lane;
