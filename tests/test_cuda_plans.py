@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dg_core.backends.cuda import costs, cubin, jit, nvrtc, plans
+from dg_core.backend import Gemm
+from dg_core.backends.cuda import costs, cubin, gemm, jit, nvrtc, plans
 from dg_core.backends.cuda.compiler import Options
 from dg_core.backends.cuda.plans import GemmTask, Settings, choose, legal
 from dg_core.backends.cuda.source import (
@@ -417,3 +418,17 @@ def test_fewer_processors_never_cost_less() -> None:
     config = choose(GemmTask(4096, 4096, 7168), SMS).config
     times = [costs.cost(config, WIDE, processors).us for processors in range(config.split, SMS + 1)]
     assert times == sorted(times, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("grouping", "alignment", "hint", "rows"),
+    [
+        ("contiguous", 128, 0, 128), ("psum", 64, 0, 64), ("contiguous", 1, 0, 4), ("psum", 4096, 0, 1024),
+        ("contiguous", 128, 5, 5), ("masked", 0, 0, 1024), ("batched", 0, 7, 1024),
+    ],
+)  # fmt: skip
+def test_rows_that_are_expected_in_a_group(grouping: str, alignment: int, hint: int, rows: int) -> None:
+    """1024 rows, 256 groups: those with rows have as many as lie between two beginnings of groups; four, the
+    mean, is what none of them has."""
+    problem = Gemm("op", grouping, 1024, 4096, 7168, 256, alignment=alignment, expected_m=hint)
+    assert gemm.expected_rows(problem) == rows

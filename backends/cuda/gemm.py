@@ -124,12 +124,15 @@ def _outer_strides(x: Tensor) -> tuple[int, int]:
 
 
 def expected_rows(problem: Gemm) -> int:
-    """Rows to expect in a group: the caller's hint where it can be true, else what there is room for."""
+    """Rows to expect in a group: the caller's hint where it can be true, else what there is room for. A group
+    that has rows at all has those up to the next one's beginning, whether or not some of them are pads."""
     if problem.grouping in ("dense", "batched"):
         return problem.m
     if 0 < problem.expected_m <= problem.m:
         return problem.expected_m
-    return problem.m if problem.grouping == "masked" else max(ceil_div(problem.m, problem.groups), 1)
+    if problem.grouping == "masked":
+        return problem.m
+    return max(ceil_div(problem.m, problem.groups), min(problem.alignment, problem.m), 1)
 
 
 def grouping_of(problem: Gemm) -> dict[str, Any]:
