@@ -213,6 +213,7 @@ CONFIGS: dict[str, tuple[str, GemmConfig]] = {
     "block, 256 x 136": ("block", staged(block_q=136, subs=2, **_BULK)),
     "block, 192 rows": ("block", staged(boxes=2, consumers=3, **_BULK)),
     "block, 192 columns": ("block", staged(block_q=192, ordered=True, **_BULK)),
+    "block, 192 columns, whole stores": ("block", staged(block_q=192, boxes=3, **_BULK)),
     "block, K-major scales": ("block", staged(block_q=96, pairs=True, scale_k_major=True, **_BULK)),
     "block, float32, two stages": ("block", staged(d_bytes=4, stages=2, **_NORMAL)),
     "block, K in 4 parts": ("block", staged(block_q=72, split=4, pairs=True, **_NORMAL)),

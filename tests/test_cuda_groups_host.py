@@ -51,6 +51,8 @@ TILES = (
     {"block_q": 24, "consumers": 2, "swap": True, "p_fp4": True, "stages": 4},
     {"block_q": 96, "consumers": 1, "swap": True},
     {"block_q": 256, "consumers": 2, "subs": 2, "swap": True, "element_bytes": 2},
+    {"block_q": 64, "consumers": 1, "element_bytes": 2, "p_mn_major": True},
+    {"block_q": 64, "consumers": 1, "swap": True, "element_bytes": 2, "q_mn_major": True},
 )  # fmt: skip
 RECORD = np.dtype(
     [(name, np.uint32) for name in ("block", "row_p", "row_q", "first_k", "last_k", "group", "mixed")]
@@ -127,6 +129,7 @@ class Grid:
 
     Attributes:
         rows_a, rows_b: rows of A and of B in a tile.
+        line_bytes: of a row in lines that have one element of each: bfloat16 of A, or float32 scales.
         first_a, first_b: int64, the first of them of each tile.
         tiles: the tiles of all blocks, ``RECORD``, block after block.
         rows: ``[len(tiles), rows_a]``, ``ROW``.
@@ -134,6 +137,7 @@ class Grid:
 
     rows_a: int
     rows_b: int
+    line_bytes: int
     first_a: np.ndarray[Any, Any]
     first_b: np.ndarray[Any, Any]
     tiles: np.ndarray[Any, Any]
@@ -163,7 +167,8 @@ def launch(built: Built, case: Case) -> Grid:
     rows = copied(built.library.rows(), ROW, count * rows_a).reshape(count, rows_a)
     first_p, first_q = tiles["row_p"].astype(np.int64), tiles["row_q"].astype(np.int64)
     first_a, first_b = (first_q, first_p) if config.swap else (first_p, first_q)
-    return Grid(rows_a, rows_b, first_a, first_b, tiles, rows)
+    line_bytes = 2 if (config.q_mn_major if config.swap else config.p_mn_major) else 4
+    return Grid(rows_a, rows_b, line_bytes, first_a, first_b, tiles, rows)
 
 
 # What it has to be ------------------------------------------------------------------------------------------
@@ -192,14 +197,13 @@ def check_tiles(grid: Grid, case: Case) -> None:
     assert (grid.first_b % grid.rows_b == 0).all()
     assert (tiles["group"] < layout.groups).all()
     assert (tiles["first_k"] == 0).all()
-    assert (grid.first_a % 4 == 0).all(), "bulk copies of row scales begin at multiples of 16 bytes"
-    starts, stops = np.zeros(layout.groups, np.int64), np.full(layout.groups, layout.rows)
+    multiple = 16 // grid.line_bytes  # of row scales, or of A whose rows are contiguous
+    assert (grid.first_a % multiple == 0).all(), "bulk copies begin at multiples of 16 bytes"
+    stops = np.full(layout.groups, layout.rows)
     if layout.grouping == "psum":
         groups = formulas.psum_groups(layout.values, layout.alignment, layout.rows)
-        starts = np.array([rows.start for rows in groups], np.int64)
         stops = np.array([rows.stop for rows in groups], np.int64)
-    group = tiles["group"]
-    zeros = np.maximum(grid.first_a, starts[group]) >= stops[group]
+    zeros = grid.first_a >= stops[tiles["group"]]
     assert (tiles["last_k"] == np.where(zeros, 0, K_BLOCKS)).all()
     same_block = tiles["block"][1:] == tiles["block"][:-1]
     last = np.append(~same_block, [True] * min(len(tiles), 1))
@@ -374,6 +378,18 @@ def test_groups_without_rows(built: Callable[[str], Built], grouping: str, group
             assert set(grid.tiles["group"]) == {groups - 1}
 
 
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("alignment", [*range(1, 10), 12])
+def test_groups_begin_anywhere(built: Callable[[str], Built], alignment: int, zero: bool) -> None:
+    """Groups of a tile's rows and a few more or less, which begin where copies may not."""
+    code = built("psum")
+    for at, config in enumerate(code.configs):
+        size = config.block_q if config.swap else config.block_p
+        ends = formulas.psum_ends([size + more for more in (1, 0, -1, 2, -2, 3, 0, 1)], alignment)
+        layout = Layout("psum", len(ends), ends[-1] + 1, tuple(ends), alignment, zero)
+        check(code, Case(at, layout, 100, 7))
+
+
 @pytest.mark.parametrize("rows_of_tiles", [2, 3, 4])
 def test_short_tiles_are_everybodys(built: Callable[[str], Built], rows_of_tiles: int) -> None:
     """The last tile of each group has two rows: no block gets many of those and no block only others."""
@@ -396,7 +412,8 @@ FAULTS = (
     ("psum", "scheduler/rows.cuh", "first = up(before)", "first = before"),
     ("psum", "epilogue/output.cuh", "m < of.zeros", "m + 1 < of.zeros"),
     ("psum", "epilogue/output.cuh", "m >= of.begin && (line", "m + 1 >= of.begin && (line"),
-    ("psum", "scheduler/groups.cuh", "own.begin) >= own.end", "own.begin) > own.end"),
+    ("psum", "scheduler/groups.cuh", "row_a(found) >= own.end", "row_a(found) > own.end"),
+    ("psum", "scheduler/groups.cuh", "cdiv(last - first, kRowsA)", "cdiv(last - mine.first, kRowsA)"),
     ("psum", "scheduler/groups.cuh", "mine.first / kFirstRows * kFirstRows", "mine.first"),
     ("masked", "epilogue/output.cuh", "line.wanted = m < of.end", "line.wanted = m <= of.end"),
     ("masked", "scheduler/groups.cuh", "sum <= within", "sum < within"),

@@ -4,7 +4,8 @@ A launch is its fixed cost, then whatever is slowest of reading memory, the powe
 blocks, which is filling shared memory beside computing; then what nothing overlaps: the last tile's way out,
 and adding the parts of a split tile.
 
-Every constant says where it is from. "Fitted" ones were chosen together over about 6700 times of
+Every constant says where it is from; what is said to be of groups is from 40 times of those (H200, 20 to 8192
+rows a group). "Fitted" ones were chosen together over about 6700 times of
 112 products, FP8 with block scales and bfloat16 at M from 1 to 4096 (H200, L2 flushed): what is chosen then
 takes 1.1 % longer, on average, than the fastest configuration that was timed. They describe how times differ,
 not what a part of the card does alone.
@@ -18,6 +19,7 @@ from typing import NamedTuple
 from .source import SCALE_BLOCK, SCALE_ROW, GemmConfig
 from .tiling import (
     BOX_COLUMNS,
+    PART_ROWS,
     GemmTask,
     clusters_that_fit,
     loaded_bytes,
@@ -56,18 +58,24 @@ PROMOTE_ROW = 2.0  # promotion with a factor for each column: a product, then a 
 # Share of the tensor cores' time that the warpgroups of a block reach: one promotes while the other
 # multiplies, by taking turns, by two K blocks in flight, by both, or by chance; with two 64-row parts a
 # warpgroup; with three warpgroups; with scales of rows on both sides; bfloat16, which is not promoted. ROWS
-# was measured without loads, CHANCE is from 40 times of products in groups, the others are fitted.
+# was measured without loads, CHANCE is of groups, where alone it decides much; the others are fitted.
 TURNS, PAIRS, BOTH, CHANCE, TALL, THREE, ROWS, BF16 = 0.813, 0.883, 0.945, 0.86, 0.92, 0.874, 0.63, 0.996
-# The same with two parts a warpgroup in groups, whose ends leave parts empty; from those times too.
+# Two parts a warpgroup in groups, whose ends leave parts empty; of groups.
 TALL_GROUPS = 0.87
 # What each halving of the largest power of two in a tile's width, from 64 on, adds to the blocks' work: FP8
 # tiles of such a width choose between two blocks of scales for ever smaller groups of columns; fitted.
 ODD, CROSSING = 0.005, 0.0314
-# us that tiles of 64 rows take longer in groups than weights as P: 20 rows in each of 6 groups, N and K 4096,
-# take 37 to 42 us so and 34 the other way; in 32 groups they are as fast.
+# us that tiles of 64 rows take longer in groups than weights as P: with about 20 rows in each of 6 groups, N
+# and K 4096, those of 64 to 136 columns take 37 to 42 us, and 128 weights by 24 rows 34; in 32 groups they
+# are as fast.
 FLAT_GROUPS = 2.0
-# Of the products that parts without rows would have, what is saved: the others no longer hide behind them;
-# from those times too.
+# What a tile with rows of two groups costs beside what it costs to multiply it twice, in tiles. In 4 and 8
+# groups of about 4096 to 8192 rows that begin at multiples of 128, tiles of 256 rows took 5 to 8 % longer
+# than those of 128 rows and 192 columns, and as long where no tile had rows of two. Of tiles of 128 rows it
+# is not known.
+STRADDLE = 2.0
+# Of the products that parts without rows would have, what is saved: the others no longer hide behind them; of
+# groups.
 LEFT_OUT = 0.1
 BEGIN = 0.82  # us: barriers, tensor maps; fitted
 FIRST_LOAD = 0.58  # us: until the first K block is there, which the curve of reading has in it; fitted
@@ -227,6 +235,15 @@ class Work:
         share = max(tiles * self.along_n * filled / self.fit, 1.0)
         return LEFT_OUT * max(waves - share, 0.0) * self.products
 
+    def straddled(self, m: int) -> float:
+        """Microseconds more for tiles that have rows of two groups, where a block is half idle in each."""
+        kind = self.kind
+        tall = self.profile.config.subs == 2
+        if kind.grouping != "contiguous" or not (tall and PART_ROWS <= kind.alignment < self.rows):
+            return 0.0
+        shared = kind.groups * min(1 - kind.alignment / self.rows, m / self.rows)
+        return STRADDLE * shared * self.along_n / self.fit * self.products
+
     def _cut(self, m: int) -> float:
         return self.tiles(m) / working_blocks(-(-m // self.rows), self.fit) + self.change
 
@@ -239,7 +256,9 @@ class Work:
         # Written out: this is called for every candidate and M.
         tiles = self.tiles(m) if self.grouped else -(-m // self.rows) * self.along_n
         waves = self._cut(m) if self.change else -(-tiles // self.fit)
-        compute = FIRST_LOAD + waves * self.wave - (self.left_out(m, waves) if self.grouped else 0.0)
+        compute = FIRST_LOAD + waves * self.wave
+        if self.grouped:
+            compute += self.straddled(m) - self.left_out(m, waves)
         fill = FIRST_LOAD + max(waves * self.fill, tiles * self.card_fill)
         busy = math.pow(compute**FILL_NEARNESS + fill**FILL_NEARNESS, 1 / FILL_NEARNESS)
         mixed: float = floor.mixed + (busy * self.profile.odd) ** NEARNESS

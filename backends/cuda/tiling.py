@@ -16,9 +16,9 @@ K_BYTES = 128  # of a row in one stage: a K block
 REGISTERS_SM, REGISTER_STEP = 65536, 8  # of an SM; what setmaxnreg counts in
 # Registers that a consumer thread needs beside accumulators: descriptors, barriers, places, scales.
 REGISTERS_REST = 24
-# More of them with scales of 32 of K, where 160 columns spill, and beside warps that unpack, where 144 do
-# too.
-STEPS_REST, FP4_REST = 12, 29
+# More of them with scales of 32 of K: 160 columns spill, beside warps that unpack 144 do too, and where D
+# leaves straight from registers so do 136.
+STEPS_REST, FP4_REST, PLAIN_STEPS_REST = 12, 29, 39
 # Registers of a producer and of a consumer thread. Split tiles, row scales of Q, MN-major tiles, groups and
 # FP4 take some that 24 do not leave to the producer's branch. Both make 64,512 with two consumers; three take
 # all 65,536.
@@ -33,10 +33,6 @@ SCALE_BLOCK_ROWS = 128
 FP4_BYTES = 64  # of a row in one stage before it is unpacked
 PART_ROWS = 64  # of P that a warpgroup multiplies at once; parts without rows of a group are left out
 SLOTS, SLOT_BYTES = 4, 32  # that the scheduler of groups hands tiles on through
-# What a tile with rows of two groups costs beside one of a single group, in tiles: it is multiplied twice,
-# each time with half of the block at work. In 4 and 8 groups of 4096 to 8192 rows, tiles of 256 rows take 5
-# to 8 % longer than those of 128 rows and 192 columns (one H200); where they share none, as long.
-STRADDLE = 4.0
 # Rows of groups whose sizes the device alone knows, as shares of what is expected: a choice is weighed over
 # them.
 SPREAD = (0.7, 0.85, 1.0, 1.15, 1.3)
@@ -185,7 +181,7 @@ def registers(config: GemmConfig) -> int:
     unpacks = config.p_fp4 or config.q_fp4
     rest = REGISTERS_REST
     if config.scale_steps > 1:
-        rest += FP4_REST if unpacks else STEPS_REST
+        rest += PLAIN_STEPS_REST if not config.tma_store else FP4_REST if unpacks else STEPS_REST
     sums = share * (2 if config.pairs else 1)
     columns = share // 2 if config.scale_q == SCALE_ROW else 0
     return share * config.subs + sums + columns + rest
@@ -306,12 +302,12 @@ def tiles_of_rows(task: GemmTask, rows: int, m: int) -> tuple[float, float]:
     share of their 64-row parts that have rows at all.
 
     Of sizes that only the device knows it is the mean over a spread. A tile of contiguous groups that has
-    rows of two is worked on twice: groups begin anywhere in it at multiples of the alignment (``STRADDLE``).
+    rows of two is worked on twice: groups begin anywhere in it at multiples of the alignment.
     """
     if task.grouping == "contiguous":
         alignment = max(task.alignment, 1)
         shared = 0.0 if alignment % rows == 0 else 1 - min(math.gcd(alignment, rows) / rows, 1.0)
-        return -(-task.groups * m // rows) + task.groups * shared * STRADDLE, 1.0
+        return -(-task.groups * m // rows) + task.groups * shared, 1.0
     spread = (1.0,) if task.grouping in ("dense", "batched") else SPREAD
     sizes = [max(round(m * share), 1) for share in spread]
     tiles = sum(-(-size // rows) for size in sizes)

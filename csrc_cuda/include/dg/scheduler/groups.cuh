@@ -113,9 +113,10 @@ struct Scheduler {
         }
     }
 
-    // A bulk copy may begin at multiples of 16 bytes of a line alone, and one of the row scales begins at the tile's
-    // first row: at any other the copy is an illegal instruction (one H200, driver 580).
-    static constexpr u32 kFirstRows = 16 / sizeof(float);
+    // A bulk copy may begin at multiples of 16 bytes of a line alone: at any other place it is an illegal instruction
+    // (one H200, driver 580). Lines of row scales begin at the tile's first row, and so do those of an A whose rows
+    // are contiguous, which is bfloat16.
+    static constexpr u32 kFirstRows = 16 / ((C::kSwap ? C::kQMnMajor : C::kPMnMajor) ? 2 : sizeof(float));
 
     // Counts or ends: the groups' tiles one after the other. A lane knows the tiles of one group, 32 groups at a
     // time; a scan over them tells where each begins.
@@ -148,7 +149,7 @@ struct Scheduler {
                 const Rows own{__shfl_sync(0xffffffff, mine.end, index),
                                __shfl_sync(0xffffffff, mine.zeros, index), disordered,
                                __shfl_sync(0xffffffff, mine.first, index)};
-                if (max(row_a(found), own.begin) >= own.end)
+                if (row_a(found) >= own.end)
                     found.last_k = 0;  // only rows that become zero
                 give(found, own);
             }
