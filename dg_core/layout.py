@@ -462,9 +462,9 @@ def empty_logits(rows: int, columns: int, dtype: torch.dtype, device: torch.devi
 
 def packed_axis(x: Tensor, k_axis: int = -1) -> int:
     """The axis (-1 or -2) along which a packed FP4 tensor holds two values a byte: the contiguous one, -1 if
-    both are. Where strides tell nothing, of a single byte or none, it is that of K."""
+    both are. Where strides tell nothing, of no byte or of a single one along K, it is that of K."""
     rows, columns = x.shape[-2:]
-    if x.stride(-1) == x.stride(-2) == 1 and (rows * columns == 0 or rows == columns == 1):
+    if x.stride(-1) == x.stride(-2) == 1 and (rows * columns == 0 or x.shape[k_axis] == 1):
         return k_axis
     return -2 if x.stride(-1) != 1 and x.stride(-2) == 1 else -1
 

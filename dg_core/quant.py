@@ -59,6 +59,11 @@ def _to_fp8(x: Tensor, sf: Tensor) -> Tensor:
     return (x * (1.0 / sf)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
+def _within(gran: int, size: int) -> int:
+    """As many values as share a scale along an axis of this size: one scale is enough for all of it."""
+    return min(gran, max(size, 1))
+
+
 def _pad(x: Tensor, rows: int, columns: int) -> Tensor:
     """``x`` in float32, zero-padded to multiples of ``rows`` x ``columns``."""
     m, n = x.shape
@@ -98,6 +103,7 @@ def per_token_cast_to_fp8(
     """
     check_packing("per_token_cast_to_fp8", use_ue8m0, use_packed_ue8m0)
     m, k = x.shape
+    gran_k = _within(gran_k, k)
     blocks = _pad(x, 1, gran_k).view(m, ceil_div(k, gran_k), gran_k)
     sf = _scale(blocks.abs().amax(2), FP8_MAX, use_ue8m0)
     values = _to_fp8(blocks, sf.unsqueeze(2)).flatten(1)[:, :k].contiguous()
@@ -129,8 +135,9 @@ def per_channel_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = 128) -> tu
 def per_block_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = 128) -> tuple[Tensor, Tensor]:
     """``x`` ``[n, k]`` -> e4m3fn ``[n, k]`` and float32 scales ``[cdiv(n, gran_k), cdiv(k, gran_k)]``."""
     n, k = x.shape
-    padded = _pad(x, gran_k, gran_k)
-    tiles = padded.view(ceil_div(n, gran_k), gran_k, ceil_div(k, gran_k), gran_k)
+    height, width = _within(gran_k, n), _within(gran_k, k)
+    padded = _pad(x, height, width)
+    tiles = padded.view(ceil_div(n, height), height, ceil_div(k, width), width)
     sf = _scale(tiles.abs().amax((1, 3)), FP8_MAX, use_ue8m0)
     values = _to_fp8(tiles, sf[:, None, :, None]).view_as(padded)[:n, :k].contiguous()
     return values, sf
@@ -214,6 +221,7 @@ def per_token_cast_to_fp4(
         raise ShapeError(
             f"{op}: x has shape {(m, k)}; axis 1 is {k} but two values share a byte, so it must be even"
         )
+    gran_k = _within(gran_k, k)
     blocks = _pad(x, 1, gran_k).view(m, ceil_div(k, gran_k), gran_k)
     sf = _scale(blocks.abs().amax(2), FP4_MAX, use_ue8m0)
     codes = quantise_fp4(blocks * (1.0 / sf.unsqueeze(2))).flatten(1)[:, :k]
@@ -264,4 +272,4 @@ def cast_back_from_fp4(
         )
     values = dequantise_fp4(unpack_fp4(packed))
     scales = unpack_ue8m0_from_int(sf) if use_packed_ue8m0 else sf
-    return values * scales.repeat_interleave(gran_k, dim=1)[:, : values.shape[1]]
+    return values * scales.repeat_interleave(_within(gran_k, k), dim=1)[:, : values.shape[1]]

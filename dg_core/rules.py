@@ -117,6 +117,8 @@ def tensor(
     def rule(op: str, name: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
             raise DTypeError(f"{op}: {name} is {_shown(value)}; it must be a tensor")
+        if value.layout is not torch.strided:
+            raise DTypeError(f"{op}: {name} has layout {value.layout}; it must be torch.strided")
         if dtypes and value.dtype not in dtypes:
             words = " or ".join(map(dtype_name, dtypes))
             raise DTypeError(f"{op}: {name} has dtype {dtype_name(value.dtype)}; it must be {words}")

@@ -317,6 +317,8 @@ PACKED_AXES = {
     "one column, contiguous": ((8, 1), (1, 1), -1, -1),
     "batched column-major": ((2, 8, 4), (32, 1, 8), -2, -2),
     "one byte": ((1, 1), (1, 1), -1, -2),
+    "one byte of K, or one row": ((1, 64), (1, 1), -1, -2),
+    "64 bytes of K, or 64 rows": ((64, 1), (1, 1), -1, -1),
     "no K": ((0, 5), (1, 1), -1, -2),
     "no K, batched": ((3, 0, 5), (5, 1, 1), -1, -2),
 }

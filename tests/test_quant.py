@@ -387,3 +387,26 @@ def test_numpy_integers_are_integers() -> None:
             assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
     custom = dg_core.per_custom_dims_cast_to_fp8(x, (np.int32(0),), False)
     assert torch.equal(custom[1], dg_core.per_custom_dims_cast_to_fp8(x, (0,), False)[1])
+
+
+@pytest.mark.parametrize("gran_k", [70, 10**9, 2**63, 2**70])
+def test_one_scale_for_more_values_than_there_are(gran_k: int) -> None:
+    """It is the scale of all of them, and nothing is made that long."""
+    x = torch.randn(5, 70, generator=generator(1))
+    wide = torch.zeros(5, 128)
+    wide[:, :70] = x
+    for cast in (dg_core.per_token_cast_to_fp8, dg_core.per_token_cast_to_fp4, dg_core.per_block_cast_to_fp8):
+        (values, sf), (padded, wanted) = cast(x, True, gran_k), cast(wide, True, 128)
+        assert torch.equal(sf, wanted)
+        assert torch.equal(values.view(torch.uint8), padded.view(torch.uint8)[:, : values.shape[1]])
+    packed, sf = dg_core.per_token_cast_to_fp4(x, False, gran_k)
+    back = dg_core.cast_back_from_fp4(packed, sf, gran_k)
+    assert torch.equal(back, dg_core.cast_back_from_fp4(packed, sf, 70))
+
+
+def test_sparse_tensors_are_refused() -> None:
+    with pytest.raises(DTypeError, match=r"x has layout torch.sparse_csr; it must be torch.strided"):
+        dg_core.per_token_cast_to_fp8(torch.eye(4).to_sparse_csr(), False)
+    dense = torch.zeros(4, 16, dtype=torch.bfloat16)
+    with pytest.raises(DTypeError, match=r"bf16_gemm_nt: a has layout torch.sparse_coo"):
+        dg_core.bf16_gemm_nt(dense.to_sparse(), dense, torch.zeros(4, 4))

@@ -267,6 +267,25 @@ def test_surroundings_change_no_bit(name: str, readable: bool, surrounding: str)
     assert_bitwise_equal(result, expected)
 
 
+@pytest.mark.parametrize("inputs", [False, True])
+def test_outputs_that_were_made_in_inference_mode(inputs: bool) -> None:
+    """They are written outside of it, which torch's own operations refuse."""
+    rng = generator(1)
+    a, b = torch.randn(300, 64, generator=rng).bfloat16(), torch.randn(2, 16, 64, generator=rng).bfloat16()
+    labels, ends = torch.arange(300, dtype=torch.int32) % 2, torch.tensor([130, 300], dtype=torch.int32)
+    wanted = torch.zeros(3, 300, 16)
+    with torch.inference_mode():
+        d = torch.zeros(3, 300, 16)
+        if inputs:
+            a, b = a.clone(), b.clone()
+    for out in (wanted, d):
+        dg_core.m_grouped_bf16_gemm_nt_contiguous(a, b, out[0], labels)
+        dg_core.m_grouped_bf16_gemm_nt_contiguous(a, b, out[1], ends, use_psum_layout=True)
+        dg_core.bf16_gemm_nt(a, b[0], out[2])
+    assert wanted.any(2).any(1).all()
+    assert torch.equal(d.clone(), wanted)
+
+
 @each_call
 def test_precision_allowed_through_the_new_settings(name: str) -> None:
     """``torch.backends.*.fp32_precision`` contradicts the old setting, which then cannot be asked: products

@@ -79,7 +79,12 @@ class ReferenceBackend:
         def run(*tensors: Tensor | None) -> Any:
             # A call means the same whatever surrounds it: recording of gradients, autocast, allowed TF32.
             with torch.no_grad(), without_autocast(device), exact_float32():
-                return function(problem, *tensors)
+                if not any(x is not None and x.is_inference() for x in tensors):
+                    return function(problem, *tensors)
+                # Torch refuses, halfway, to write to what was made under inference_mode, but there.
+                with torch.inference_mode():
+                    result = function(problem, *tensors)
+                return result.clone() if isinstance(result, Tensor) else result
 
         return run
 

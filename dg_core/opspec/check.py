@@ -57,7 +57,11 @@ def fail_device(op: str, arg: Arg, x: Tensor, first: Arg, device: torch.device) 
 
 
 def check_storage(op: str, arg: Arg, x: Tensor) -> None:
-    """Refuse strides that the declared storage rules out."""
+    """Refuse strides that the declared storage rules out, and tensors that have none."""
+    if x.layout is not torch.strided:
+        raise DTypeError(
+            f"{op}: {arg.name} has layout {x.layout}; it must be torch.strided (signature: {arg.signature})"
+        )
     shape, stride = tuple(x.shape), x.stride()
     unit = [st == 1 or size <= 1 for size, st in zip(shape, stride, strict=True)]
     rule = ""
