@@ -5,6 +5,7 @@ The tests of a backend draw the sizes: the reference multiplies larger matrices 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from .operands import (
     BF16_BOUND,
     FP8_BOUND,
     NOTHING,
+    SUMMING,
     Output,
     Scaled,
     addend,
@@ -39,17 +41,37 @@ FAMILY_PAIRS = [
     ("row", "row", False),
     ("row_column", "row", False),
     ("row", "row_column", False),
+    ("row_column", "row_column", False),
     ("1x128", "row", False),
     ("row", "128x128", False),
     ("128x128", "128x128", True),
     ("1x128", "packed32", True),
     ("packed128", "128x128", False),
 ]
-KINDS = [("fp8", "fp8"), ("fp4", "fp8"), ("fp8", "fp4"), ("fp4_mn", "fp4_mn"), ("fp4", "fp4_mn")]
+KINDS = [
+    ("fp8", "fp8"), ("fp4", "fp8"), ("fp8", "fp4"), ("fp4", "fp4"), ("fp4_mn", "fp4_mn"), ("fp4", "fp4_mn"),
+]  # fmt: skip
 
 
 def recipes(a: Scaled, b: Scaled, stated: bool) -> dict[str, Any]:
     return {"recipe_a": a.recipe, "recipe_b": b.recipe} if stated else {}
+
+
+def check_order(
+    order: str, family: str, kind: str, how: str, shape: tuple[int, int, int], dtype: torch.dtype,
+    addend_how: str,
+) -> None:  # fmt: skip
+    """A and B of ``shape`` (M, N, K) as the suffix says, with their scales exchanged alongside."""
+    m, n, k = shape
+    rng = generator(2)
+    a = scaled(rng, (m, k), family, kind, how, sf_how="column")
+    b = scaled(rng, (n, k), family, kind, how)
+    pair_a = a.transposed if order[0] == "t" else a.pair
+    pair_b = b.transposed if order[1] == "n" else b.pair
+    out = Output((m, n), dtype, "padded")
+    c, exact_c = addend(addend_how, out, rng)
+    getattr(dg_core, f"fp8_gemm_{order}")(pair_a, pair_b, out.view, c=c)
+    check_product(out, a.exact, b.exact, exact_c)
 
 
 def check_dense(
@@ -101,20 +123,28 @@ def check_batched(
     check_product(out, x.double(), y.double(), exact_c, BF16_BOUND)
 
 
+def pair_of(x: Scaled) -> tuple[Tensor, Tensor]:
+    return x.pair
+
+
 def check_skip_head_mid(
-    m: int, heads: int, splits: tuple[int, int, int], k: int, seed: int, out_how: str, dtype: torch.dtype
-) -> None:
+    m: int, heads: int, splits: tuple[int, int, int], k: int, seed: int, out_how: str, dtype: torch.dtype,
+    output: type[Output] = Output, placed: Callable[[Scaled], tuple[Tensor, Tensor]] = pair_of,
+    summing: float = SUMMING,
+) -> None:  # fmt: skip
+    """``output`` and ``placed``: where D and the operands are."""
     left, mid, right = splits
     if left + right == 0:
         left = 1
     n = heads * (left + right)
     rng = generator(seed)
     a, b = scaled(rng, (m, k)), scaled(rng, (n, k), "128x128")
-    out = Output((m, n + heads * mid), dtype, out_how)
-    dg_core.fp8_gemm_nt_skip_head_mid(a.pair, b.pair, out.view, (left, mid, right))
+    out = output((m, n + heads * mid), dtype, out_how)
+    dg_core.fp8_gemm_nt_skip_head_mid(placed(a), placed(b), out.send(), (left, mid, right))
+    out.fetch()
     columns = formulas.scattered_columns(n, (left, mid, right))
-    magnitude = formulas.product(a.exact.abs(), b.exact.abs())
-    check_close(out.view[:, columns], formulas.product(a.exact, b.exact), magnitude, FP8_BOUND[dtype])
+    exact, magnitude = formulas.product(a.exact, b.exact), formulas.product(a.exact.abs(), b.exact.abs())
+    check_close(out.view[:, columns], exact, magnitude, FP8_BOUND[dtype], summing)
     written = torch.zeros(out.view.shape, dtype=torch.bool)
     written[:, columns] = True
     out.check_untouched(written)

@@ -195,6 +195,13 @@ class Output:
             self.view.copy_(values)
         self.before = self.buffer.clone()
 
+    def send(self) -> Tensor:
+        """The argument of a call."""
+        return self.view
+
+    def fetch(self) -> None:
+        """Brings what the call has written to where the checks look."""
+
     def check_untouched(self, written: Tensor | None = None) -> None:
         """Elements outside the view, and those inside where ``written`` is false, hold the same bits as
         before."""

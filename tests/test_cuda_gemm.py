@@ -17,6 +17,7 @@ from dg_core.testing import calc_diff
 
 from . import formulas
 from .cuda_products import FP8_SUMMING, CardOutput, hopper, needs_card, on_card, product
+from .gemm_checks import FAMILY_PAIRS, KINDS, OUT, check_skip_head_mid, recipes
 from .operands import (
     ADDENDS,
     BF16_BOUND,
@@ -27,7 +28,6 @@ from .operands import (
     Output,
     Scaled,
     addend,
-    check_close,
     check_product,
     generator,
     random_bf16,
@@ -38,16 +38,7 @@ from .operands import (
 __all__ = ["hopper"]
 pytestmark = [pytest.mark.gpu, needs_card, pytest.mark.usefixtures("hopper")]
 
-OUT = (torch.bfloat16, torch.float32)
 ORDERS = ("nt", "nn", "tn", "tt")
-# (family of A, family of B, whether a recipe has to say so)
-FAMILY_PAIRS = (
-    ("1x128", "128x128", False), ("1x128", "1x128", False), ("packed128", "packed128", False),
-    ("packed32", "packed32", True), ("1x32", "1x32", True), ("row", "row", False),
-    ("row_column", "row_column", False), ("1x128", "row", False), ("row", "128x128", False),
-    ("128x128", "128x128", True), ("1x128", "packed32", True), ("packed128", "128x128", False),
-)  # fmt: skip
-KINDS = (("fp8", "fp8"), ("fp8", "fp4"), ("fp4", "fp8"), ("fp4", "fp4"), ("fp4_mn", "fp4_mn"))
 STORAGE = (*MATRIX_STORAGE, "wide", "wide column")
 OUT_STORAGE = (*ROW_STORAGE, "wide")
 
@@ -91,10 +82,6 @@ def check_both(
 
 def placed(x: Scaled) -> tuple[Tensor, Tensor]:
     return on_card(x.values), on_card(x.sf)
-
-
-def recipes(a: Scaled, b: Scaled, stated: bool) -> dict[str, Any]:
-    return {"recipe_a": a.recipe, "recipe_b": b.recipe} if stated else {}
 
 
 # FP8 and FP4 ------------------------------------------------------------------------------------------------
@@ -191,24 +178,8 @@ def test_storage_orders(order: str, addend_how: str, family: str) -> None:
     m=st.integers(0, 140), heads=st.integers(0, 5), splits=st.tuples(*[st.integers(0, 130)] * 3), k=depths,
     seed=seeds, out_how=st.sampled_from(OUT_STORAGE), dtype=st.sampled_from(OUT),
 )  # fmt: skip
-def test_skip_head_mid(
-    m: int, heads: int, splits: tuple[int, int, int], k: int, seed: int, out_how: str, dtype: torch.dtype
-) -> None:
-    left, mid, right = splits
-    if left + right == 0:
-        left = 1
-    n = heads * (left + right)
-    rng = generator(seed)
-    a, b = scaled(rng, (m, k)), scaled(rng, (n, k), "128x128")
-    out = CardOutput((m, n + heads * mid), dtype, out_how)
-    dg_core.fp8_gemm_nt_skip_head_mid(placed(a), placed(b), out.send(), (left, mid, right))
-    out.fetch()
-    columns = formulas.scattered_columns(n, (left, mid, right))
-    exact, magnitude = formulas.product(a.exact, b.exact), formulas.product(a.exact.abs(), b.exact.abs())
-    check_close(out.view[:, columns], exact, magnitude, FP8_BOUND[dtype], FP8_SUMMING)
-    written = torch.zeros(out.view.shape, dtype=torch.bool)
-    written[:, columns] = True
-    out.check_untouched(written)
+def test_skip_head_mid(**case: Any) -> None:
+    check_skip_head_mid(**case, output=CardOutput, placed=placed, summing=FP8_SUMMING)
 
 
 # BF16 and the vendor's BLAS ---------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from .gemm_checks import (
     check_dense,
     check_einsum,
     check_fp8_einsum,
+    check_order,
     check_skip_head_mid,
 )
 from .hip_cases import alone, examples, launched
@@ -37,12 +38,10 @@ from .operands import (
     MATRIX_STORAGE,
     ROW_STORAGE,
     Output,
-    addend,
     check_product,
     generator,
     random_e4m3,
     random_scales,
-    scaled,
 )
 
 __all__ = ["alone", "launched"]
@@ -72,15 +71,7 @@ def test_scale_families(family_a: str, family_b: str, stated: bool, kinds: tuple
 def test_storage_orders(order: str, family: str) -> None:
     """R24: A and B as the suffix says, aligned and not, and as packed FP4 along either axis."""
     for kind, how in (("fp8", "plain"), ("fp8", "column"), ("fp4", "padded"), ("fp4_mn", "column")):
-        rng = generator(2)
-        a = scaled(rng, (36, 130), family, kind, how, sf_how="column")
-        b = scaled(rng, (130, 130), family, kind, how)
-        pair_a = a.transposed if order[0] == "t" else a.pair
-        pair_b = b.transposed if order[1] == "n" else b.pair
-        out = Output((36, 130), OUT[how == "column"], "padded")
-        c, exact_c = addend("in place", out, rng)
-        getattr(dg_core, f"fp8_gemm_{order}")(pair_a, pair_b, out.view, c=c)
-        check_product(out, a.exact, b.exact, exact_c)
+        check_order(order, family, kind, how, (36, 130, 130), OUT[how == "column"], "in place")
 
 
 @examples(150)

@@ -25,6 +25,7 @@ from .gemm_checks import (
     check_dense,
     check_einsum,
     check_fp8_einsum,
+    check_order,
     check_skip_head_mid,
     recipes,
 )
@@ -72,16 +73,8 @@ def test_storage_orders(order: str, addend_how: str, family: str) -> None:
     """A and B as the suffix says, in both memory layouts each and as packed FP4 along either axis, with their
     scales exchanged alongside."""
     for kind, how in (("fp8", "plain"), ("fp8", "column"), ("fp4", "padded"), ("fp4_mn", "column")):
-        rng = generator(2)
-        a = scaled(rng, (70, 258), family, kind, how, sf_how="column")
-        b = scaled(rng, (130, 258), family, kind, how)
-        pair_a = a.transposed if order[0] == "t" else a.pair
-        pair_b = b.transposed if order[1] == "n" else b.pair
         for dtype in OUT:
-            out = Output((70, 130), dtype, "padded")
-            c, exact_c = addend(addend_how, out, rng)
-            getattr(dg_core, f"fp8_gemm_{order}")(pair_a, pair_b, out.view, c=c)
-            check_product(out, a.exact, b.exact, exact_c)
+            check_order(order, family, kind, how, (70, 130, 258), dtype, addend_how)
 
 
 @settings(max_examples=300, deadline=None)

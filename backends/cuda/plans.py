@@ -151,7 +151,7 @@ def _normal(kind: GemmTask, n: int, all_boxes: bool, settings: Settings) -> tupl
     fp8 = kind.element_bytes == 1
     fp4 = kind.a_fp4 or kind.b_fp4
     ordered = fp8 and "row" not in kind.scales
-    wide = kind.grouped and fp8 and not fp4
+    stored_whole = WIDE if kind.grouped and fp8 and not fp4 else UNLIMITED  # columns from which tiles are so
     found = []
     for width in _widths(n, WIDTHS, settings.block_multiples[1]):
         if kind.grouped and (kind.plain_store or kind.d_bytes == 4) and width > MOST_PLAIN_WIDTH:
@@ -176,7 +176,7 @@ def _normal(kind: GemmTask, n: int, all_boxes: bool, settings: Settings) -> tupl
     if not (all_boxes or kind.grouped):  # K is long
         found += [shape._replace(stream=True) for shape in found if _may_be_cut(shape)]
     return tuple(
-        shape._replace(all_boxes=all_boxes or shape.consumers == 3 or (shape.width >= WIDE and wide))
+        shape._replace(all_boxes=all_boxes or shape.consumers == 3 or shape.width >= stored_whole)
         for shape in found
     )
 

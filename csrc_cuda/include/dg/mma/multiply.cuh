@@ -24,9 +24,10 @@ struct Multiplier {
                          kStepQ = (C::kQMnMajor ? 16 * 128 : 32) / 16;
 
     // Large tiles have the ring's stages spelled out one after the other: addresses are then parts of the
-    // instructions, and as little as can be is left between a promotion and the next products. (1024 rows in each of
-    // 6 groups, N and K 4096, 192 x 128 tiles: 164 to 151 us on one H200.) With two parts a warpgroup the
-    // promotion of one would move behind the products of the other, for which there are no registers.
+    // instructions, and as little as can be is left between a promotion and the next products. (About 1024 rows in
+    // each of 6 groups, N and K 4096, 192 x 128 tiles: from 1.06 to 1.00 of the public library's time, one H200.)
+    // With two parts a warpgroup the promotion of one would move behind the products of the other, for which there
+    // are no registers.
     static constexpr bool kSpelled = C::kElementBytes == 1 && !C::kSwap && !C::kPairs && C::kSubs == 1 &&
                                      C::kScaleSteps == 1 && C::kStages <= 6 && !L::kUnpacks;
 
@@ -45,8 +46,8 @@ struct Multiplier {
     u32 p, q;                 // low words of the descriptors at stage 0
     Shared scale_p, scale_q;  // this lane's places among the row scales of stage 0
     Ring<C::kStages> ring;    // of the stage that comes next
-    Stage next;
-    u32 ready = 0;  // not 0: it is known to be full
+    Stage next;               // with kSpelled the descriptors at stage 0, made anew in each round
+    u32 ready = 0;            // not 0: it is known to be full
     bool first_tile = true;
     typename M::Blocks blocks;
 
@@ -66,22 +67,23 @@ struct Multiplier {
         next = Stage{0, p, q};
     }
 
+    // The ring's stage, by the descriptors at stage 0.
+    __device__ __forceinline__ Stage stage(u32 p0, u32 q0) const {
+        return {ring.stage, p0 + ring.stage * (L::kStageBytes / 16), q0 + ring.stage * (L::kStageBytes / 16)};
+    }
+
     // The stage that comes next becomes the current one, and the one after it is made ready.
     __device__ __forceinline__ Stage wait_full() {
         if (!ready)
             mbarrier_wait(room.full + ring.stage * 8, ring.parity);
         ready = 0;
-        return kSpelled ? Stage{ring.stage, next.p + ring.stage * (L::kStageBytes / 16),
-                                next.q + ring.stage * (L::kStageBytes / 16)}
-                        : next;
+        return kSpelled ? stage(next.p, next.q) : next;
     }
     __device__ __forceinline__ void advance() {
         ring.advance();
         if constexpr (kSpelled)
             return;
-        next.index = ring.stage;
-        next.p = p + ring.stage * (L::kStageBytes / 16);
-        next.q = q + ring.stage * (L::kStageBytes / 16);
+        next = stage(p, q);
         keep(next.p), keep(next.q);
     }
     __device__ __forceinline__ void look_ahead() {
