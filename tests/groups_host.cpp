@@ -221,6 +221,9 @@ void __syncwarp() {
 int __clz(u32 bits) {
     return bits == 0 ? 32 : __builtin_clz(bits);
 }
+int __ffs(u32 bits) {
+    return __builtin_ffs(static_cast<int>(bits));
+}
 
 int __popc(u32 bits) {
     return __builtin_popcount(bits);
@@ -359,14 +362,14 @@ struct Block {
 
     static void load() {
         dg::sm90::Queue<C>{room}.template for_each<false>(
-            [](dg::sm90::Tile tile, dg::sm90::Tile next) { loaded.push_back(record(tile, next)); });
+            [](dg::sm90::Tile tile, typename dg::sm90::Queue<C>::Next next) { loaded.push_back(record(tile, next())); });
     }
 
     static void store() {
         const dg::sm90::Output<C> out(*params);
         const u32 lane = threadIdx.x % 32;
         u64 count = first_record;
-        dg::sm90::Queue<C>{room}.template for_each<true>([&](dg::sm90::Tile tile, dg::sm90::Tile next) {
+        auto leave = [&](const dg::sm90::Tile& tile, const dg::sm90::Tile& next) {
             const dg::sm90::Rows of = dg::sm90::Rows::of(tile);
             Record mine = record(tile, next);
             mine.mixed = of.mixed;
@@ -383,7 +386,18 @@ struct Block {
                     line.d, line.c, line.wanted, line.zero, out.whole(first + i / 16 * 16, of), 0};
             }
             ++count;
+        };
+        bool any = false;
+        dg::sm90::Tile before{}, after{};
+        dg::sm90::Queue<C>{room}.template for_each<true, L::kBehind>([&](dg::sm90::Tile tile, typename dg::sm90::Queue<C>::Next next) {
+            if (!L::kBehind)
+                return leave(tile, next());
+            if (any)
+                leave(before, after);
+            any = true, before = tile, after = next();
         });
+        if (any)
+            leave(before, after);
     }
     static inline u64 first_record;
 

@@ -204,7 +204,7 @@ def check_tiles(grid: Grid, case: Case) -> None:
         groups = formulas.psum_groups(layout.values, layout.alignment, layout.rows)
         stops = np.array([rows.stop for rows in groups], np.int64)
     zeros = grid.first_a >= stops[tiles["group"]]
-    assert (tiles["last_k"] == np.where(zeros, 0, K_BLOCKS)).all()
+    assert (tiles["last_k"] == np.where(zeros, 1, K_BLOCKS)).all()
     same_block = tiles["block"][1:] == tiles["block"][:-1]
     last = np.append(~same_block, [True] * min(len(tiles), 1))
     for name in ("row_p", "row_q", "last_k", "group"):
@@ -250,8 +250,9 @@ def check_bulk(grid: Grid, case: Case) -> None:
     assert (whole[~mixed] == product.all(2)[~mixed]).all()
     if layout.grouping == "contiguous":
         own = rows["wanted"] != 0
+        first = own.argmax(1)
         behind = np.where(own, np.arange(grid.rows_a) + 1, 0).max(1, initial=0)  # the last one
-        assert (mixed == (own.sum(1) < behind)).all()
+        assert (mixed == (own.sum(1) < behind - first)).all()
     else:
         assert (mixed != ordered(layout)).all()
 

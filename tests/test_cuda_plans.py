@@ -105,8 +105,7 @@ def test_legal_configurations_have_no_reason_against_them() -> None:
         (PLAIN, {"block_q": 192, "subs": 2, "stages": 3}, "about 312 registers; it has 240"),
         (PLAIN, {"subs": 2, "pairs": True}, "two K blocks in flight"),
         (PLAIN, {"consumers": 4}, "consumers are 1 to 3"),
-        (PLAIN, {"consumers": 3}, "turns are taken by two warpgroups"),
-        (PLAIN, {"consumers": 1}, "turns are taken by two warpgroups"),
+        (PLAIN, {"consumers": 1}, "turns are taken by two warpgroups or more"),
         (THREE, {"block_q": 136}, "64 x 128 outputs each"),
         (THREE, {"pairs": True}, "64 x 128 outputs each"),
         (THREE, {"scale_q": SCALE_ROW}, "64 x 128 outputs each"),
@@ -253,12 +252,12 @@ GOLDEN: dict[tuple[str, int, int, int], str] = {
 GROUPED_GOLDEN = {
     ("masked", 32, 192, 6144, 7168): "sm90_fp8_gemm_q128_s4_u2_masked_tma_pr40_cr232",
     ("masked", 32, 192, 4096, 2048): "sm90_fp8_gemm_q128_s3_u2_masked_tma_box4_pr40_cr232",
-    ("masked", 6, 1024, 6144, 7168): "sm90_fp8_gemm_q128_s4_c3_masked_tma_box2_pr32_cr160",
-    ("masked", 6, 1024, 7168, 3072): "sm90_fp8_gemm_q128_s4_c3_masked_tma_box2_pr32_cr160",
+    ("masked", 6, 1024, 6144, 7168): "sm90_fp8_gemm_q128_s4_c3_masked_ord_tma_box2_pr32_cr160",
+    ("masked", 6, 1024, 7168, 3072): "sm90_fp8_gemm_q128_s4_c3_masked_ord_tma_box2_pr32_cr160",
     ("masked", 32, 20, 7168, 3072): "sm90_fp8_gemm_q24_s10_masked_swap_sp1_sq2_pr40_cr232",
     ("masked", 6, 20, 4096, 2048): "sm90_fp8_gemm_q24_s10_masked_swap_sp1_sq2_pr40_cr232",
     ("contiguous", 8, 4096, 6144, 7168): "sm90_fp8_gemm_q192_s4_contiguous_tma_box3_pr40_cr232",
-    ("contiguous", 8, 4096, 4096, 4096): "sm90_fp8_gemm_q192_s4_contiguous_tma_box3_pr40_cr232",
+    ("contiguous", 8, 4096, 4096, 4096): "sm90_fp8_gemm_q128_s4_c3_contiguous_ord_tma_box2_pr32_cr160",
 }
 
 

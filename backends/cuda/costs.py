@@ -166,9 +166,9 @@ def k_block_clocks(config: GemmConfig) -> tuple[float, str]:
     else:
         latency = SWAP_LATENCY if config.swap else LATENCY
         alone = config.subs * (tensor + config.scale_steps * (latency + promotion))
-        three = THREE if config.consumers == 3 else CHANCE
         tall = TALL if config.grouping == "dense" else TALL_GROUPS
-        share = TURNS if config.ordered else tall if config.subs == 2 else three
+        two = TURNS if config.ordered else tall if config.subs == 2 else CHANCE
+        share = THREE if config.consumers == 3 else two
     if config.scale_p == config.scale_q == SCALE_ROW:
         share = min(share, ROWS)
     reads = parts * (64 + config.block_q) + FILL_SHARE * (config.block_p + config.block_q)

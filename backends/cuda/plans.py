@@ -162,10 +162,9 @@ def _normal(kind: GemmTask, n: int, all_boxes: bool, settings: Settings) -> tupl
         if pairs:
             found.append(_Shape(width, pairs=True, ordered=ordered))
         found.append(_Shape(width, ordered=ordered and not kind.grouped))
-        # Beside three warpgroups the reader of labels would spill.
-        three = kind.scales == "block" and not fp4 and kind.grouping != "contiguous"
-        if three and width in THREE_WIDTHS:
-            found.append(_Shape(width, consumers=3))  # stores of one warpgroup under products of two
+        if kind.scales == "block" and not fp4 and width in THREE_WIDTHS:
+            # Stores of one warpgroup lie under products of two.
+            found.append(_Shape(width, consumers=3, ordered=kind.grouped))
         if width in TALL_WIDTHS[kind.element_bytes] or width not in WIDTHS:
             found.append(_Shape(width, subs=2))
         # Parts of FP4 with scales of 32 of K would spill.

@@ -32,7 +32,7 @@ BOX_COLUMNS, BOX_BYTES = 64, 16 * 64 * 2  # what a warp stores at once: 16 rows 
 SCALE_BLOCK_ROWS = 128
 FP4_BYTES = 64  # of a row in one stage before it is unpacked
 PART_ROWS = 64  # of P that a warpgroup multiplies at once; parts without rows of a group are left out
-SLOTS, SLOT_BYTES = 4, 32  # that the scheduler of groups hands tiles on through
+SLOTS, SLOT_BYTES = 8, 32  # that the scheduler of groups hands tiles on through
 # Rows of groups whose sizes the device alone knows, as shares of what is expected: a choice is weighed over
 # them.
 SPREAD = (0.7, 0.85, 1.0, 1.15, 1.3)
@@ -256,7 +256,7 @@ def _combination(config: GemmConfig) -> str:
         ),
         (not config.tma_store or config.block_q >= BOX_COLUMNS, "a bulk store takes boxes of 64 columns"),
         (1 <= config.boxes <= boxes, f"boxes is {config.boxes}; a warp may have 1 to {boxes}"),
-        (not config.ordered or config.consumers == 2, "turns are taken by two warpgroups"),
+        (not config.ordered or config.consumers > 1, "turns are taken by two warpgroups or more"),
         (not config.stream or not (config.swap or config.split > 1), "tiles are cut whole and in registers"),
     )  # fmt: skip
     return next((words for ok, words in rules if not ok), "")

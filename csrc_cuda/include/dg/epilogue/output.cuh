@@ -40,6 +40,8 @@ struct Output {
             line.wanted = m < of.end;
         if constexpr (L::kGroupedA)
             line.d += tile.group * params.d_group_stride, line.c += tile.group * params.c_group_stride;
+        if constexpr (C::kGrouping == kContiguous)
+            line.wanted &= m >= of.begin;
         if constexpr (C::kGrouping == kPsum) {
             line.zero = !line.wanted;
             line.wanted = m >= of.begin && (line.wanted || m < of.zeros);
@@ -52,7 +54,7 @@ struct Output {
 
     // Whether sixteen rows from m on are all written, with the product's values.
     __device__ __forceinline__ static bool whole(u32 m, const Rows& of) {
-        return !L::kGrouped || (m + 16 <= of.end && !of.mixed && (C::kGrouping != kPsum || m >= of.begin));
+        return !L::kGrouped || (m + 16 <= of.end && !of.mixed && (L::kGroupedA || m >= of.begin));
     }
 
     // Where column n of the product is in a row of D: after the holes of the heads before it.

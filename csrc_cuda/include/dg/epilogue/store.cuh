@@ -69,8 +69,10 @@ struct Store {
     __device__ __forceinline__ void bulk(const Totals& total, const Me& me, const Tile& tile,
                                          const Rows& of) const {
         constexpr u32 kPanels = C::kBlockQ / kBoxColumns;
-        const Shared boxes = room.base + L::kStoreOffset + (me.w * 4 + me.warp) * C::kBoxes * kBoxBytes;
-        const u32 row0 = tile.row_p + me.part + me.warp * 16, column = tile.row_q;
+        const u32 warp = __shfl_sync(0xffffffff, me.warp, 0);  // known to be the same in all lanes
+        const Shared boxes = room.base + L::kStoreOffset + (me.w * 4 + warp) * C::kBoxes * kBoxBytes;
+        const u32 row0 = tile.row_p + me.part + warp * 16, column = tile.row_q;
+        const bool leader = elect_one();  // the same one at all times: bulk copies are waited for by who made them
         const u32 row = me.lane % 16;
         // Row r of a box has its 16-byte pieces in the order that the 128-byte swizzle gives: piece c at c ^ (r % 8).
         const u32 piece = (me.lane / 16 ^ row % 8) * 16;
@@ -78,7 +80,7 @@ struct Store {
         for (u32 first = 0; first < L::kTileBoxes; first += C::kBoxes) {
             constexpr u32 kAll = L::kTileBoxes;
             const u32 end = first + C::kBoxes < kAll ? first + C::kBoxes : kAll;
-            if (me.lane == 0)
+            if (leader)
                 tma_store_wait_read<0>();  // what was here before has left
             __syncwarp();
 #pragma unroll
@@ -93,20 +95,26 @@ struct Store {
             }
             fence_async_shared();
             __syncwarp();
-            if constexpr (L::kGrouped) {
-#pragma unroll 1
-                for (u32 box = first; box < end; ++box)
-                    if (!out.whole(row0 + box / kPanels * 64, of))
-                        copy(boxes + (box - first) * kBoxBytes, column + box % kPanels * kBoxColumns,
-                             row0 + box / kPanels * 64, me.lane, tile, of);
-            }
-            if (me.lane == 0) {
 #pragma unroll
-                for (u32 box = first; box < end; ++box)
-                    if (out.whole(row0 + box / kPanels * 64, of))
-                        bulk_copy(boxes + (box - first) * kBoxBytes, column + box % kPanels * kBoxColumns,
-                                  row0 + box / kPanels * 64, tile.group);
-                tma_store_commit();
+            for (u32 sub = 0; sub < C::kSubs; ++sub) {
+                const u32 from = max(first, sub * kPanels), to = min(end, (sub + 1) * kPanels);
+                const u32 row = row0 + sub * 64;
+                if (from >= to)
+                    continue;
+                if (out.whole(row, of)) {
+                    if (leader) {
+#pragma unroll
+                        for (u32 box = from; box < to; ++box)
+                            bulk_copy(boxes + (box - first) * kBoxBytes, column + box % kPanels * kBoxColumns, row,
+                                      tile.group);
+                        tma_store_commit();
+                    }
+                } else {
+#pragma unroll 1
+                    for (u32 box = from; box < to; ++box)
+                        copy(boxes + (box - first) * kBoxBytes, column + box % kPanels * kBoxColumns, row, me.lane,
+                             tile, of);
+                }
             }
         }
         if constexpr (C::kBlockQ % kBoxColumns != 0) {
@@ -133,9 +141,9 @@ struct Store {
     }
 
     // Shared memory ends with the block: what leaves from it must have been read.
-    __device__ __forceinline__ void finish(u32 lane) const {
+    __device__ __forceinline__ void finish() const {
         if constexpr (C::kTmaStore)
-            if (lane == 0)
+            if (elect_one())
                 tma_store_wait_read<0>();
     }
 

@@ -54,21 +54,39 @@ template <class C, class Instruction, class Work>
 __device__ __forceinline__ void consume(const Params& params, const Room<C>& room, const Work& tiles, u32 w) {
     Multiplier<C, Instruction> me(params, room, w);
     const Store<C, Instruction> store(params, room);
-    if (w == 1)
+    if (w + 1 == C::kConsumers)
         me.pass_turn();  // the first turn belongs to warpgroup 0
-    tiles.template for_each<true>([&](Tile tile, Tile next) {
-        typename Multiplier<C, Instruction>::Totals total;
-        me.run(total, tile, next);
-        if constexpr (C::kStream) {
-            const Parts<C, Instruction> parts{params, tiles};
-            if (tile.last_k < params.k_blocks)
-                return parts.give(total, me);
-            if (tile.first_k > 0)
-                parts.take(total, me);
-        }
-        store.run(total, me, tile);
-    });
-    store.finish(me.lane);
+    using Me = Multiplier<C, Instruction>;
+    if constexpr (Layout<C>::kBehind) {
+        typename Me::Totals total;
+        Tile last{};
+        auto leave = [&] {
+            if (!me.first_tile)
+                store.run(total, me, last);
+        };
+        tiles.template for_each<true, true>([&](Tile tile, typename Work::Next next) {
+            me.run(total, tile, [&] {
+                leave();
+                return next();
+            });
+            last = tile;
+        });
+        leave();
+    } else {
+        tiles.template for_each<true, false>([&](Tile tile, typename Work::Next next) {
+            typename Me::Totals total;
+            me.run(total, tile, next);
+            if constexpr (C::kStream) {
+                const Parts<C, Instruction> parts{params, tiles};
+                if (tile.last_k < params.k_blocks)
+                    return parts.give(total, me);
+                if (tile.first_k > 0)
+                    parts.take(total, me);
+            }
+            store.run(total, me, tile);
+        });
+    }
+    store.finish();
     if (w == 0)
         me.take_turn();  // takes the turn that is left over, so that the barrier ends as it began
 }

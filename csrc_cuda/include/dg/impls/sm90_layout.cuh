@@ -48,7 +48,7 @@ constexpr u32 kScaleNone = 0, kScaleBlock = 1, kScaleRow = 2;
 // counted), or the groups share one, by a label a row (contiguous) or by the end row of each group (psum).
 constexpr u32 kDense = 0, kBatched = 1, kMasked = 2, kContiguous = 3, kPsum = 4;
 // Tiles that the scheduler of grouped products may be ahead of those who work on them.
-constexpr u32 kSlots = 4, kSlotBytes = 32;
+constexpr u32 kSlots = 8, kSlotBytes = 32;
 // Warps that unpack FP4: the last two of the producer's warpgroup.
 constexpr u32 kUnpackers = 2;
 // A tile whose rows are contiguous lies in chunks of 64 rows by 64 of K.
@@ -118,6 +118,9 @@ struct Layout {
     // Sums on their way to D's layout, or to the block of the cluster that adds the parts: from each block
     // the units of 8 rows of P that this one owns. 32 bytes more a row put four rows into different banks.
     static constexpr bool kGather = C::kSwap || C::kSplit > 1;
+    // The totals of a tile leave under the first products of the next one, which have registers of their own.
+    static constexpr bool kBehind =
+        C::kElementBytes == 1 && !kGather && !C::kStream && C::kConsumers == 2;
     static constexpr u32 kUnits = kBlockP / 8, kOwnedUnits = cdiv(kUnits, C::kSplit);
     static constexpr u32 kPartRow = C::kBlockQ * 4 + 32;
     static constexpr u32 kPartOffset = kStoreOffset + kStoreBytes;

@@ -90,14 +90,14 @@ struct Multiplier {
         ready = mbarrier_done(room.full + ring.stage * 8, ring.parity);
     }
 
-    // Two consumers take turns at the tensor core: one issues its products while the other promotes.
+    // Consumers take turns at the tensor core: one issues its products while the others promote.
     __device__ __forceinline__ void take_turn() const {
-        if constexpr (C::kConsumers == 2 && C::kOrdered)
+        if constexpr (C::kConsumers > 1 && C::kOrdered)
             named_sync<2 * kWarpgroup>(1 + w);
     }
     __device__ __forceinline__ void pass_turn() const {
-        if constexpr (C::kConsumers == 2 && C::kOrdered)
-            named_arrive<2 * kWarpgroup>(2 - w);
+        if constexpr (C::kConsumers > 1 && C::kOrdered)
+            named_arrive<2 * kWarpgroup>(w + 1 == C::kConsumers ? 1 : 2 + w);
     }
 
     // Turns that this warpgroup has no use for.
@@ -144,19 +144,43 @@ struct Multiplier {
         }
     }
 
-    // Multiplies one tile. Where a group has fewer rows than the tile, 64-row parts without any are left out.
-    __device__ __forceinline__ void run(Totals& total, Tile tile, Tile following) {
+    __device__ __forceinline__ static void clear(float (&total)[kSums]) {
 #pragma unroll
-        for (u32 sub = 0; sub < C::kSubs; ++sub)
+        for (u32 i = 0; i < kSums; ++i)
+            total[i] = 0.0f;
+    }
+
+    // Multiplies one tile. Where a group has fewer rows than the tile, 64-row parts without any are left out. With
+    // kBehind `behind` is called once the first products are on their way, which all parts have, and tells the tile
+    // that follows; until then `total` is the tile's before.
+    template <class Behind>
+    __device__ __forceinline__ void run(Totals& total, Tile tile, Behind behind) {
+        Factor f{};
+        blocks.begin(tile, first_tile);
+        Tile following = tile;
+        if constexpr (L::kBehind) {
+            f = blocks.at(0, tile, tile);
+            if constexpr (kSpelled)
+                next.p = p, next.q = q;
+            auto scales = [&](u32 block) { return blocks.at(block, tile, following); };
+            promote_one<C::kSubs, true>(total, f, tile.first_k, 0, scales, [&] {
+                following = behind();
+                blocks.look_ahead(tile, following);
+            });
+        } else {
+            following = behind();
+            blocks.look_ahead(tile, following);
 #pragma unroll
-            for (u32 i = 0; i < kSums; ++i)
-                total[sub][i] = 0.0f;
+            for (u32 sub = 0; sub < C::kSubs; ++sub)
+                clear(total[sub]);
+        }
         constexpr bool kLeavesOut = L::kGrouped && !C::kSwap;
-        const u32 rows = kLeavesOut ? Rows::of(tile).end : 0, first = tile.row_p + part;
-        if (!kLeavesOut || rows > first + (C::kSubs - 1) * 64)
-            run_parts<C::kSubs>(total, tile, following);
-        else if (C::kSubs > 1 && rows > first)
-            run_parts<1>(total, tile, following);
+        const Rows of = kLeavesOut ? Rows::of(tile) : Rows{~0u, 0, 0, 0};
+        const u32 first = tile.row_p + part;
+        if (of.end > first + (C::kSubs - 1) * 64 && (L::kGroupedA || of.begin < first + C::kSubs * 64))
+            run_parts<C::kSubs>(total, f, tile, following);
+        else if (C::kSubs > 1 && of.end > first && (L::kGroupedA || of.begin < first + 64))
+            run_parts<1>(total, f, tile, following);
         else
             idle(tile, following);
         first_tile = false;
@@ -164,18 +188,18 @@ struct Multiplier {
 
     // The first kParts parts of 64 rows.
     template <u32 kParts>
-    __device__ __forceinline__ void run_parts(Totals& total, Tile tile, Tile following) {
+    __device__ __forceinline__ void run_parts(Totals& total, Factor& f, Tile tile, Tile following) {
         if constexpr (C::kElementBytes == 2)
             accumulate<kParts>(total, tile);
         else
-            promote<kParts>(total, tile, following);
+            promote<kParts>(total, f, tile, following);
     }
 
     // None: the stages and the turns of the tile go by.
     __device__ __forceinline__ void idle(Tile tile, Tile following) {
-        for (u32 k = tile.first_k; k < tile.last_k; ++k) {
+        for (u32 k = tile.first_k + L::kBehind; k < tile.last_k; ++k) {
             const Stage stage = wait_full();
-            if (!C::kPairs || (k - tile.first_k) % 2 == 0)
+            if (!C::kPairs || (k - tile.first_k - L::kBehind) % 2 == 0)
                 pass_turns<C::kSubs * C::kScaleSteps>();
             __syncwarp();  // no lane waits for the stage any more: here is no product that holds them together
             room.release(stage.index, lane);
@@ -211,26 +235,26 @@ struct Multiplier {
     }
 
     template <u32 kParts>
-    __device__ __forceinline__ void promote(Totals& total, Tile tile, Tile following) {
+    __device__ __forceinline__ void promote(Totals& total, Factor& f, Tile tile, Tile following) {
         const u32 count = tile.last_k - tile.first_k;
-        blocks.begin(tile, following, first_tile);
         auto scales = [&](u32 block) { return blocks.at(block, tile, following); };
-        Factor f = scales(0);
-        u32 block = 0;
+        if constexpr (!L::kBehind)
+            f = scales(0);
+        u32 block = L::kBehind;
         if constexpr (C::kPairs)
             for (; block + 1 < count; block += 2)
                 promote_two(total[0], f, tile.first_k + block, block, scales);
         if constexpr (kSpelled) {
             // What the compiler does not know to be the same in all lanes, it counts down in two instructions.
-            u32 left = __shfl_sync(0xffffffff, count, 0);
-            for (; left > 0 && ring.stage > 0; --left, ++block) {
+            u32 left = __shfl_sync(0xffffffff, count - block, 0);
+            for (; left > 0 && ring.stage != kFirstStage; --left, ++block) {
                 next.p = p, next.q = q;
                 promote_one<kParts>(total, f, tile.first_k + block, block, scales);
             }
             while (left > 0) {
                 next.p = p, next.q = q;
                 keep(next.p), keep(next.q);
-                promote_round<kParts, 0>(total, f, tile, block, left, scales);
+                promote_round<kParts, kFirstStage>(total, f, tile, block, left, scales);
             }
         } else {
             for (; block < count; ++block)
@@ -238,16 +262,20 @@ struct Multiplier {
         }
     }
 
-    // The K blocks in the stages from kStage on, as many as are left.
+    // A tile's first K block stands by itself with kBehind. Most tiles begin at stage 0: K is a multiple of the ring.
+    static constexpr u32 kFirstStage = L::kBehind ? 1 % C::kStages : 0;
+
+    // The K blocks in the stages from kStage to the one before kFirstStage, as many as are left.
     template <u32 kParts, u32 kStage, class Scales>
     __device__ __forceinline__ void promote_round(Totals& total, Factor& f, const Tile& tile, u32& block,
                                                   u32& left, Scales scales) {
         ring.stage = kStage;
         promote_one<kParts>(total, f, tile.first_k + block, block, scales);
         ++block;
-        if constexpr (kStage + 1 < C::kStages) {
+        constexpr u32 kNext = (kStage + 1) % C::kStages;
+        if constexpr (kNext != kFirstStage) {
             if (--left > 0)
-                promote_round<kParts, kStage + 1>(total, f, tile, block, left, scales);
+                promote_round<kParts, kNext>(total, f, tile, block, left, scales);
         } else {
             --left;
         }
@@ -297,8 +325,14 @@ struct Multiplier {
         M::promote(total, other, f1, columns, blocks.before);
     }
 
-    template <u32 kParts, class Scales>
-    __device__ __forceinline__ void promote_one(Totals& total, Factor& f, u32 k, u32 block, Scales scales) {
+    struct Nothing {
+        __device__ __forceinline__ void operator()() const {}
+    };
+
+    // kFirst: of a tile; `behind` is called under the first products, and the totals begin anew.
+    template <u32 kParts, bool kFirst = false, class Scales, class Behind = Nothing>
+    __device__ __forceinline__ void promote_one(Totals& total, Factor& f, u32 k, u32 block, Scales scales,
+                                                Behind behind = Nothing{}) {
         // Row scales before the products of a stage: afterwards their way from shared memory would delay the
         // second product. Those of Q's columns or of four steps are too many to be kept for all parts.
         constexpr bool kEarly = C::kScaleQ != kScaleRow && C::kScaleSteps == 1;
@@ -328,12 +362,16 @@ struct Multiplier {
                     load_rows(f, columns, stage.index, sub, k, step);
                     products[sub] = M::product(f);
                 }
+                if (kFirst && sub == 0 && step == 0)
+                    behind();
                 if (ends)
                     f = scales(block + 1), advance(), look_ahead();
                 wgmma_wait<0>();
                 pin(sum);
                 if (ends)
                     room.release(stage.index, lane);
+                if (kFirst && step == 0)
+                    clear(total[sub]);
                 M::promote(total[sub], sum, products[sub], columns, blocks.before);
             }
         }

@@ -72,13 +72,16 @@ struct Promotion {
             return chunk;
         }
 
-        __device__ __forceinline__ void begin(Tile tile, Tile next, bool first_tile) {
+        __device__ __forceinline__ void begin(Tile tile, bool first_tile) {
             if constexpr (kP || kQ) {
                 now = first_tile ? fetch(tile, 0) : ahead;
-                ahead = tile.last_k - tile.first_k > kChunk ? fetch(tile, kChunk) : fetch(next, 0);
                 if constexpr (kCrosses)
                     before = (128 - tile.row_q % 128) / 8;
             }
+        }
+        __device__ __forceinline__ void look_ahead(Tile tile, Tile next) {
+            if constexpr (kP || kQ)
+                ahead = tile.last_k - tile.first_k > kChunk ? fetch(tile, kChunk) : fetch(next, 0);
         }
 
         // The same for a tile that this warpgroup has nothing of.
@@ -127,18 +130,18 @@ struct Promotion {
     __device__ __forceinline__ static void promote_blocks(float (&total)[kSums], const float (&sum)[kSums],
                                                           Product f, u32 before) {
 #pragma unroll
-        for (u32 first = 0; first < kGroups; first += kStep) {
-            // The boundary is in [kStep, 128 / 8]: the first groups are before it, those past 128 rows after it.
-            const bool after = kCrosses && first > 0 && (first >= 16 || first >= before);
-            const float h = after ? f.high_after : f.high, l = after ? f.low_after : f.low;
+        for (u32 half = 0; half < 2; ++half)
 #pragma unroll
-            for (u32 i = first; i < first + kStep; ++i) {
-                add(total[i * 4 + 0], h, sum[i * 4 + 0]);
-                add(total[i * 4 + 1], h, sum[i * 4 + 1]);
-                add(total[i * 4 + 2], l, sum[i * 4 + 2]);
-                add(total[i * 4 + 3], l, sum[i * 4 + 3]);
+            for (u32 first = 0; first < kGroups; first += kStep) {
+                // The boundary is in [kStep, 128 / 8]: the first groups are before it, those past 128 rows after it.
+                const bool after = kCrosses && first > 0 && (first >= 16 || first >= before);
+                const float factor = half == 0 ? (after ? f.high_after : f.high) : (after ? f.low_after : f.low);
+#pragma unroll
+                for (u32 i = first; i < first + kStep; ++i) {
+                    add(total[i * 4 + half * 2], factor, sum[i * 4 + half * 2]);
+                    add(total[i * 4 + half * 2 + 1], factor, sum[i * 4 + half * 2 + 1]);
+                }
             }
-        }
     }
 
     __device__ __forceinline__ static void promote(float (&total)[kSums], const float (&sum)[kSums],

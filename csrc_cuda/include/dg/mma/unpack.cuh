@@ -18,15 +18,24 @@ struct Unpacker {
     // All rows of one operand of a stage. The 128-byte swizzle has piece c of row r at c ^ (r % 8).
     template <u32 kRows>
     __device__ __forceinline__ static void unpack(Shared packed, Shared values, u32 thread) {
-        static_assert(kRows * kPieces % kThreads == 0);
-        constexpr u32 kEach = kRows * kPieces / kThreads;
-#pragma unroll 2
-        for (u32 i = 0; i < kEach; ++i) {
-            const u32 at = i * kThreads + thread, row = at / kPieces, piece = at % kPieces;
-            const uint2 codes = load_shared_words2(packed + at * 8);
-            store_shared4(values + row * kBlockK + ((piece ^ row % 8) * 16),
-                          uint4{e2m1::to_e4m3(codes.x), e2m1::to_e4m3(codes.x >> 16), e2m1::to_e4m3(codes.y),
-                                e2m1::to_e4m3(codes.y >> 16)});
+        static_assert(kRows * kPieces % kThreads == 0 && kThreads / kPieces % 8 == 0);
+        constexpr u32 kEach = kRows * kPieces / kThreads, kFar = kThreads / kPieces;  // rows between a thread's pieces
+        constexpr u32 kBatch = kEach % 4 == 0 ? 4 : kEach % 3 == 0 ? 3 : kEach % 2 == 0 ? 2 : 1;
+        const u32 row = thread / kPieces, piece = thread % kPieces;
+        const Shared from = packed + thread * 8,
+                     to = values + row * kBlockK + ((piece ^ row % 8) * 16);  // also of the rows that follow
+        // Many at once: one warp alone on its scheduler would wait for each.
+#pragma unroll 1
+        for (u32 first = 0; first < kEach; first += kBatch) {
+            uint2 codes[kBatch];
+#pragma unroll
+            for (u32 i = 0; i < kBatch; ++i)
+                codes[i] = load_shared_words2(from + (first + i) * kThreads * 8);
+#pragma unroll
+            for (u32 i = 0; i < kBatch; ++i)
+                store_shared4(to + (first + i) * kFar * kBlockK,
+                              uint4{e2m1::to_e4m3(codes[i].x), e2m1::to_e4m3(codes[i].x >> 16),
+                                    e2m1::to_e4m3(codes[i].y), e2m1::to_e4m3(codes[i].y >> 16)});
         }
     }
 
@@ -34,7 +43,7 @@ struct Unpacker {
     __device__ __forceinline__ void run(const Work& work) const {
         const u32 thread = threadIdx.x % kThreads;
         Ring<C::kStages> ring;
-        work.template for_each<true>([&](Tile tile, Tile) {
+        work.template for_each<true>([&](Tile tile, typename Work::Next next) {
             for (u32 k = tile.first_k; k < tile.last_k; ++k, ring.advance()) {
                 const u32 s = ring.stage;
                 mbarrier_wait(room.packed() + s * 8, ring.parity);
@@ -47,6 +56,7 @@ struct Unpacker {
                 if (threadIdx.x % 32 == 0)
                     mbarrier_arrive(room.full + s * 8);
             }
+            next();
         });
     }
 };

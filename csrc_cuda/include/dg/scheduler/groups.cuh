@@ -75,6 +75,11 @@ struct Scheduler {
         return C::kSwap ? tile.row_q : tile.row_p;
     }
 
+    // Bits of this lane's rows of a tile that lie before `row`.
+    __device__ __forceinline__ u32 up_to(u32 row) const {
+        return (1u << (row > lane ? cdiv(row - lane, 32u) : 0)) - 1;
+    }
+
     // Labels: each tile of rows once for every group that it has rows of, the lowest group first. Rows in runs
     // that begin at multiples of the tile have one label each.
     __device__ __forceinline__ void by_labels() {
@@ -103,11 +108,11 @@ struct Scheduler {
 #pragma unroll
                 for (u32 i = 0; i < kEach; ++i)
                     mine |= (label[i] == lowest) << i;
-                // Rows of the tile up to the group's last one, and the bits of those that this lane has.
+                // Rows of the tile from the group's first to its last one, and the bits of those that this lane has.
+                const u32 begin = __reduce_min_sync(0xffffffff, mine ? lane + (__ffs(mine) - 1) * 32 : kEnd);
                 const u32 end = __reduce_max_sync(0xffffffff, mine ? lane + (31 - __clz(mine)) * 32 + 1 : 0);
-                const u32 all_mine = (1u << (end > lane ? cdiv(end - lane, 32u) : 0)) - 1;
-                const bool mixed = __any_sync(0xffffffff, mine != all_mine);
-                give(tile(at, 0, lowest), Rows{first + end, 0, mixed, 0});
+                const bool mixed = __any_sync(0xffffffff, mine != (up_to(end) & ~up_to(begin)));
+                give(tile(at, 0, lowest), Rows{first + end, 0, mixed, first + begin});
                 floor = lowest + 1;
             }
         }
@@ -150,7 +155,7 @@ struct Scheduler {
                                __shfl_sync(0xffffffff, mine.zeros, index), disordered,
                                __shfl_sync(0xffffffff, mine.first, index)};
                 if (row_a(found) >= own.end)
-                    found.last_k = 0;  // only rows that become zero
+                    found.last_k = 1;  // only rows that become zero
                 give(found, own);
             }
             before += all;
@@ -171,18 +176,32 @@ struct Queue {
         return {words.x, words.y, 0, words.z, words.w, room.slot(slot) + 16};
     }
 
+    // Tells, when called, which tile comes next.
+    struct Next {
+        const Queue& queue;
+        u32 n;
+        const Tile& now;
+        Tile& tile;
+
+        // The same one at the end.
+        __device__ __forceinline__ Tile operator()() const {
+            tile = queue.wait(n);
+            return tile.row_p == Scheduler<C>::kEnd ? now : tile;
+        }
+    };
+
     // A slot goes back once its tile is done with: what of it is needed at the end of the tile alone stays there
     // until then and takes no register.
-    template <bool kWarp, class Body>
+    template <bool kWarp, bool kHeld = false, class Body>
     __device__ __forceinline__ void for_each(Body body) const {
         u32 n = 0;
         for (Tile tile = wait(n); tile.row_p != Scheduler<C>::kEnd; ++n) {
-            const Tile next = wait(n + 1);
-            body(tile, next.row_p == Scheduler<C>::kEnd ? tile : next);
+            Tile next;
+            body(tile, Next{*this, n + 1, tile, next});
             if constexpr (kWarp)
                 __syncwarp();
-            if (!kWarp || threadIdx.x % 32 == 0)
-                mbarrier_arrive(room.taken() + n % kSlots * 8);
+            if ((!kWarp || threadIdx.x % 32 == 0) && n >= kHeld)
+                mbarrier_arrive(room.taken() + (n - kHeld) % kSlots * 8);
             tile = next;
         }
     }

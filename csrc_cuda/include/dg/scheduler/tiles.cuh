@@ -105,9 +105,23 @@ struct Tiles {
         return at(i, first_k, last_k);
     }
 
-    // Calls `body` with each tile of this block and the one that comes after it, or the same one at the end; in one
-    // thread, or in all of a warp.
-    template <bool kWarp, class Body>
+    // Tells, when called, which tile comes next.
+    struct Next {
+        const Tiles& tiles;
+        u32 i, limit;
+        Tile& tile;
+
+        // The same one at the end.
+        __device__ __forceinline__ Tile operator()() const {
+            if (i < limit)
+                tile = tiles.item(i);
+            return tile;
+        }
+    };
+
+    // Calls `body` with each tile of this block and a Next, which it calls once; in one thread, or in all of a warp.
+    // kHeld is for products in groups.
+    template <bool kWarp, bool kHeld = false, class Body>
     __device__ __forceinline__ void for_each(Body body) const {
         const u32 limit = C::kStream ? items : params.tiles_p * params.tiles_q,
                   step = C::kStream ? 1 : gridDim.x / C::kSplit;
@@ -116,8 +130,8 @@ struct Tiles {
             return;
         for (Tile tile = item(i);;) {
             i += step;
-            const Tile next = i < limit ? item(i) : tile;
-            body(tile, next);
+            Tile next = tile;
+            body(tile, Next{*this, i, limit, next});
             if (i >= limit)
                 return;
             tile = next;
