@@ -362,7 +362,9 @@ struct Block {
 
     static void load() {
         dg::sm90::Queue<C>{room}.template for_each<false>(
-            [](dg::sm90::Tile tile, typename dg::sm90::Queue<C>::Next next) { loaded.push_back(record(tile, next())); });
+            [](dg::sm90::Tile tile, typename dg::sm90::Queue<C>::Next next) {
+                loaded.push_back(record(tile, next()));
+            });
     }
 
     static void store() {
@@ -389,13 +391,14 @@ struct Block {
         };
         bool any = false;
         dg::sm90::Tile before{}, after{};
-        dg::sm90::Queue<C>{room}.template for_each<true, L::kBehind>([&](dg::sm90::Tile tile, typename dg::sm90::Queue<C>::Next next) {
-            if (!L::kBehind)
-                return leave(tile, next());
-            if (any)
-                leave(before, after);
-            any = true, before = tile, after = next();
-        });
+        dg::sm90::Queue<C>{room}.template for_each<true, L::kBehind>(
+            [&](dg::sm90::Tile tile, typename dg::sm90::Queue<C>::Next next) {
+                if (!L::kBehind)
+                    return leave(tile, next());
+                if (any)
+                    leave(before, after);
+                any = true, before = tile, after = next();
+            });
         if (any)
             leave(before, after);
     }

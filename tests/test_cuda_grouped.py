@@ -15,7 +15,10 @@ from hypothesis import given
 from torch import Tensor
 
 import dg_core
+from dg_core.backends.cuda import gemm
 from dg_core.backends.cuda.launch import LaunchSpec
+from dg_core.backends.cuda.plans import Choice, GemmTask, Settings, candidates
+from dg_core.backends.cuda.source import GemmConfig
 
 from . import formulas
 from .cuda_grouped import (
@@ -32,7 +35,17 @@ from .cuda_grouped import (
     hopper_alone,
     specs,
 )
-from .cuda_grouped_layouts import GROUPINGS, INT_MAX, Layout, labels, layout_of, runs
+from .cuda_grouped_layouts import (
+    GROUPINGS,
+    INT_MAX,
+    Layout,
+    labels,
+    layout_of,
+    random_counts,
+    random_ends,
+    random_labels,
+    runs,
+)
 from .cuda_products import hopper, needs_card
 
 __all__ = ["hopper", "hopper_alone", "specs"]
@@ -247,6 +260,53 @@ SMALL: dict[str, Callable[[], Case]] = {
 def test_small(name: str) -> None:
     """One small case for every grouping and number format: what a sanitizer is to look at."""
     SMALL[name]().on(CARD).run().check()
+
+
+# Every kind of tile ------------------------------------------------------------------------------------------
+
+
+def _tiles() -> dict[str, GemmConfig]:
+    """Of what groups may be given, by FP8 with block scales: for each way to fill a tile the narrowest and the
+    widest."""
+    found: dict[str, GemmConfig] = {}
+    for grouping in GROUPINGS:
+        kinds: dict[tuple[int | bool, ...], list[GemmConfig]] = {}
+        for each in candidates(GemmTask(1024, 4096, 4096, grouping=grouping, groups=4)):
+            key = (each.consumers, each.subs, each.pairs, each.swap, each.tma_store)
+            kinds.setdefault(key, []).append(each)
+        for same in kinds.values():
+            same.sort(key=lambda each: each.block_q)
+            found |= {each.name: each for each in (same[0], same[-1])}
+    return found
+
+
+TILES = _tiles()
+
+
+@pytest.mark.parametrize("k", [128, 3 * 128 - 16, 13 * 128])
+@pytest.mark.parametrize("name", TILES)
+def test_tiles(name: str, k: int, monkeypatch: pytest.MonkeyPatch, specs: list[LaunchSpec]) -> None:
+    """Each kind of tile, whatever would be chosen: few blocks that take many tiles one after another, of one
+    K block, of three and of many, groups that end and begin in a tile."""
+    config = TILES[name]
+    original = gemm.choose
+
+    def chosen(task: GemmTask, processors: int, settings: Settings) -> Choice:
+        return original(task, processors, settings)._replace(config=config, blocks=processors)
+
+    monkeypatch.setattr(gemm, "choose", chosen)
+    dg_core.set_num_sms(3 + k // 128)
+    rows = [
+        layout_of(config.grouping),
+        *(random_labels(style, 4, 500, k) for style in ("aligned 128", "aligned 64", "runs", "shuffled")),
+        random_ends(128, 4, 500, True, False, None, k),
+        random_ends(20, 4, 500, True, True, None, k),
+        random_counts(410, 4, 300, k),
+        Layout("batched", 3, 389),
+    ]
+    for layout in (each for each in rows if each.grouping == config.grouping and each.rows):
+        Case(BLOCK, layout, 528, k).on(CARD).run().check()
+    assert name in {spec.function.name for spec in specs}
 
 
 # What ran ---------------------------------------------------------------------------------------------------

@@ -135,7 +135,8 @@ struct Promotion {
             for (u32 first = 0; first < kGroups; first += kStep) {
                 // The boundary is in [kStep, 128 / 8]: the first groups are before it, those past 128 rows after it.
                 const bool after = kCrosses && first > 0 && (first >= 16 || first >= before);
-                const float factor = half == 0 ? (after ? f.high_after : f.high) : (after ? f.low_after : f.low);
+                const float factor =
+                    half == 0 ? (after ? f.high_after : f.high) : (after ? f.low_after : f.low);
 #pragma unroll
                 for (u32 i = first; i < first + kStep; ++i) {
                     add(total[i * 4 + half * 2], factor, sum[i * 4 + half * 2]);
