@@ -262,12 +262,12 @@ def test_small(name: str) -> None:
     SMALL[name]().on(CARD).run().check()
 
 
-# Every kind of tile ------------------------------------------------------------------------------------------
+# Every kind of tile -----------------------------------------------------------------------------------------
 
 
 def _tiles() -> dict[str, GemmConfig]:
-    """Of what groups may be given, by FP8 with block scales: for each way to fill a tile the narrowest and the
-    widest."""
+    """Of what groups may be given, by FP8 with block scales: for each way to fill a tile the narrowest and
+    the widest."""
     found: dict[str, GemmConfig] = {}
     for grouping in GROUPINGS:
         kinds: dict[tuple[int | bool, ...], list[GemmConfig]] = {}
