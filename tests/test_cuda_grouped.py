@@ -17,7 +17,7 @@ from torch import Tensor
 import dg_core
 from dg_core.backends.cuda import gemm
 from dg_core.backends.cuda.launch import LaunchSpec
-from dg_core.backends.cuda.plans import Choice, GemmTask, Settings, candidates
+from dg_core.backends.cuda.plans import Choice, GemmTask, Settings, candidates, choose
 from dg_core.backends.cuda.source import GemmConfig
 
 from . import formulas
@@ -289,10 +289,9 @@ def test_tiles(name: str, k: int, monkeypatch: pytest.MonkeyPatch, specs: list[L
     """Each kind of tile, whatever would be chosen: few blocks that take many tiles one after another, of one
     K block, of three and of many, groups that end and begin in a tile."""
     config = TILES[name]
-    original = gemm.choose
 
     def chosen(task: GemmTask, processors: int, settings: Settings) -> Choice:
-        return original(task, processors, settings)._replace(config=config, blocks=processors)
+        return choose(task, processors, settings)._replace(config=config, blocks=processors)
 
     monkeypatch.setattr(gemm, "choose", chosen)
     dg_core.set_num_sms(3 + k // 128)
