@@ -119,7 +119,8 @@ struct Layout {
     // the units of 8 rows of P that this one owns. 32 bytes more a row put four rows into different banks.
     static constexpr bool kGather = C::kSwap || C::kSplit > 1;
     // The totals of a tile leave under the first products of the next one, which have registers of their own.
-    static constexpr bool kBehind = C::kElementBytes == 1 && !kGather && !C::kStream && C::kConsumers == 2;
+    static constexpr bool kBehind =
+        C::kElementBytes == 1 && C::kTmaStore && C::kScaleSteps == 1 && !C::kStream && C::kConsumers == 2;
     static constexpr u32 kUnits = kBlockP / 8, kOwnedUnits = cdiv(kUnits, C::kSplit);
     static constexpr u32 kPartRow = C::kBlockQ * 4 + 32;
     static constexpr u32 kPartOffset = kStoreOffset + kStoreBytes;
