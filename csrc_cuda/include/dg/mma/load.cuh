@@ -65,6 +65,7 @@ struct Loader {
         const Policies policy = policies();
         Ring<C::kStages> ring;
         work.template for_each<false>([&](Tile tile, typename Work::Next next) {
+            next();  // at the end it would take registers that FP4 does not leave
             for (u32 k = tile.first_k; k < tile.last_k; ++k, ring.advance()) {
                 const u32 s = ring.stage;
                 const Shared ready = room.full + s * 8, packed = room.packed() + s * 8;
@@ -88,7 +89,6 @@ struct Loader {
                     load_scales<L::kGroupedQ>(&params.q_scale_map, ready, room.scales_q(s), k, tile.row_q,
                                               tile.group);
             }
-            next();
         });
         let_next_kernel_start();
     }

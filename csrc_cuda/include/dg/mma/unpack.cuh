@@ -21,16 +21,11 @@ struct Unpacker {
         static_assert(kRows * kPieces % kThreads == 0 && kThreads / kPieces % 8 == 0);
         constexpr u32 kEach = kRows * kPieces / kThreads,
                       kFar = kThreads / kPieces;  // rows between a thread's pieces
-        // Many loads at once: one warp alone on its scheduler would wait for each. With both operands packed
-        // there are registers for two.
-        constexpr bool kBoth = C::kPFp4 && C::kQFp4;
-        constexpr u32 kBatch = kEach % 4 == 0 && !kBoth   ? 4
-                               : kEach % 3 == 0 && !kBoth ? 3
-                               : kEach % 2 == 0           ? 2
-                                                          : 1;
+        constexpr u32 kBatch = kEach % 4 == 0 ? 4 : kEach % 3 == 0 ? 3 : kEach % 2 == 0 ? 2 : 1;
         const u32 row = thread / kPieces, piece = thread % kPieces;
         const Shared from = packed + thread * 8,
                      to = values + row * kBlockK + ((piece ^ row % 8) * 16);  // also of the rows that follow
+        // Many at once: one warp alone on its scheduler would wait for each.
 #pragma unroll 1
         for (u32 first = 0; first < kEach; first += kBatch) {
             uint2 codes[kBatch];
