@@ -258,20 +258,30 @@ def check_bulk(grid: Grid, case: Case) -> None:
 
 
 def check_shares(grid: Grid, case: Case) -> None:
-    """The blocks of a grid have as many tiles each, or one more; labels: as many places of tiles."""
-    place = grid.first_a * 2**32 + grid.first_b
-    if case.layout.grouping != "contiguous":
-        shares = np.bincount(grid.tiles["block"], minlength=case.blocks)
+    """The blocks of a grid have as many tiles each, or one more; labels: as many shares of tiles, which are
+    two where the first and the last row of a tile are of two groups: the lowest group's, and the others'."""
+    layout, block = case.layout, grid.tiles["block"].astype(np.int64)
+    if layout.grouping != "contiguous":
+        shares = np.bincount(block, minlength=case.blocks)
         assert shares.max() - shares.min() <= 1
         return
-    down, across = formulas.ceil_div(case.layout.rows, grid.rows_a), formulas.ceil_div(case.n, grid.rows_b)
-    pairs = np.unique(np.stack((place, grid.tiles["block"].astype(np.int64))), axis=1)
-    assert len(np.unique(pairs[0])) == pairs.shape[1], "two blocks at one place"
-    assert np.bincount(pairs[1]).max(initial=0) <= formulas.ceil_div(down * across, case.blocks)
-    again = place[1:] == place[:-1]
-    group = grid.tiles["group"].astype(np.int64)
+    across = formulas.ceil_div(case.n, grid.rows_b)
+    found = np.array([*layout.values, *[-1] * (-layout.rows % grid.rows_a)]).reshape(-1, grid.rows_a)
+    last = found[
+        np.arange(len(found)), np.minimum(layout.rows - np.arange(len(found)) * grid.rows_a, grid.rows_a) - 1
+    ]
+    ends = np.stack((found[:, 0], last))
+    two = (ends >= 0).all(0) & (ends < layout.groups).all(0) & (ends[0] != ends[1])
+    lowest = np.where((found >= 0) & (found < layout.groups), found, layout.groups).min(1)
+    down, group = grid.first_a // grid.rows_a, grid.tiles["group"].astype(np.int64)
+    share = (down * across + grid.first_b // grid.rows_b) * 2 + (two[down] & (group != lowest[down]))
+    pairs = np.unique(np.stack((share, block)), axis=1)
+    assert len(np.unique(pairs[0])) == pairs.shape[1], "two blocks have one share"
+    most = formulas.ceil_div(int((1 + two).sum()) * across, case.blocks)
+    assert np.bincount(pairs[1]).max(initial=0) <= most
+    again = share[1:] == share[:-1]
     assert (group[1:] > group[:-1])[again].all(), "the lowest group comes first"
-    assert len(np.unique(place)) == 1 + (~again).sum() if len(place) else True
+    assert len(np.unique(share)) == 1 + (~again).sum() if len(share) else True
 
 
 # Cases ------------------------------------------------------------------------------------------------------

@@ -55,21 +55,17 @@ struct Scheduler {
 
     // To the block's tile of the next wave, one place further on. The last tiles of groups are short and lie at
     // regular places: without that, with two tiles a group and an even grid, half of the blocks would get all of them
-    // and the others none. Tiles of labels are all alike but for a few, and rather read the same rows again.
+    // and the others none. Tiles of labels rather read the same rows again.
     __device__ __forceinline__ void next_wave(u64& t) {
         const bool last = turn + 1 == gridDim.x;
         t += last ? 1 : gridDim.x + 1;
         turn = last ? 0 : turn + 1;
     }
 
-    // A tile of a group, by the tile's place and the group's first row of A.
-    __device__ __forceinline__ Tile tile(Band<C> place, u32 first_row, u32 group) const {
-        Tile made{place.p * L::kBlockP, place.q * C::kBlockQ, 0, params.k_blocks, group};
-        (C::kSwap ? made.row_q : made.row_p) += first_row;
-        return made;
-    }
-    __device__ __forceinline__ static Band<C> place(u32 t, u32 tiles_a, u32 tiles_b) {
-        return C::kSwap ? Band<C>(t, tiles_b, tiles_a) : Band<C>(t, tiles_a, tiles_b);
+    // A tile of a group, by its places along A and B and the row of A from which the first one counts.
+    __device__ __forceinline__ Tile tile(u32 a, u32 b, u32 first_row, u32 group) const {
+        const u32 row_a = first_row + a * kRowsA, row_b = b * kRowsB;
+        return {C::kSwap ? row_b : row_a, C::kSwap ? row_a : row_b, 0, params.k_blocks, group};
     }
     __device__ __forceinline__ static u32 row_a(const Tile& tile) {
         return C::kSwap ? tile.row_q : tile.row_p;
@@ -80,41 +76,79 @@ struct Scheduler {
         return (1u << (row > lane ? cdiv(row - lane, 32u) : 0)) - 1;
     }
 
-    // Labels: each tile of rows once for every group that it has rows of, the lowest group first. Rows in runs
-    // that begin at multiples of the tile have one label each.
+    // Sums over the lanes up to this one.
+    __device__ __forceinline__ u32 scan(u32 sum) const {
+#pragma unroll
+        for (u32 step = 1; step < 32; step *= 2) {
+            const u32 other = __shfl_up_sync(0xffffffff, sum, step);
+            sum += lane >= step ? other : 0;
+        }
+        return sum;
+    }
+
+    // Labels: each tile of rows once for every group that it has rows of. Tiles whose first and last row are of two
+    // groups are dealt out in two shares, since the blocks that got both would have a tile more than the others.
     __device__ __forceinline__ void by_labels() {
-        constexpr u32 kEach = cdiv(kRowsA, 32u);
+        constexpr u32 kHigh =
+            C::kSwap ? 32 : Band<C>::kMostTiles;  // tiles of rows in a band; a lane knows one
+        static_assert(kHigh <= 32);
         const u32 tiles_a = C::kSwap ? params.tiles_q : params.tiles_p;
-        const u32 all = tiles_a * tiles_b;  // a D of 2^32 tiles would fill more memory than there is
+        u32 t = blockIdx.x, before = 0;  // 2^32 shares of a D would fill more memory than there is
 #pragma unroll 1
-        for (u32 t = blockIdx.x; t < all; t += gridDim.x) {
-            const Band<C> at = place(t, tiles_a, tiles_b);
-            const u32 first = (C::kSwap ? at.q : at.p) * kRowsA, size = min(kRowsA, rows - first);
-            const i32* from = params.layout + first + lane;
-            u32 label[kEach];
+        for (u32 low = 0; low < tiles_a; low += kHigh) {
+            const u32 own = lane < min(kHigh, tiles_a - low) ? shares(low + lane) : 0;
+            const u32 sum = scan(own), column = __shfl_sync(0xffffffff, sum, 31);
+#pragma unroll 1
+            for (; t < before + column * tiles_b; t += gridDim.x) {
+                const u32 b = (t - before) / column, rest = (t - before) % column;
+                const u32 a =
+                    __popc(__ballot_sync(0xffffffff, sum <= rest));  // lanes whose shares end before
+                const u32 count = __shfl_sync(0xffffffff, own, a);
+                const bool last = __shfl_sync(0xffffffff, sum, a) == rest + 1;
+                give_groups(low + a, b, last ? count - 1 : 0, last ? kEnd : 1);
+            }
+            before += column * tiles_b;
+        }
+    }
+
+    __device__ __forceinline__ u32 shares(u32 a) const {
+        const i32* from = params.layout + a * kRowsA;
+        const u32 first = __ldg(from), last = __ldg(from + min(kRowsA, rows - a * kRowsA) - 1);
+        return max(first, last) < params.groups && first != last ? 2 : 1;
+    }
+
+    // A tile by its places along A and B, once for each group that it has rows of, from the lowest on: those of
+    // number `from` to `to` - 1.
+    __device__ __forceinline__ void give_groups(u32 a, u32 b, u32 from, u32 to) {
+        constexpr u32 kEach = cdiv(kRowsA, 32u);
+        const u32 first = a * kRowsA, size = min(kRowsA, rows - first);
+        u32 label[kEach];
+#pragma unroll
+        for (u32 i = 0; i < kEach; ++i) {
+            const u32 row = lane + i * 32;
+            label[i] = row < size ? static_cast<u32>(__ldg(params.layout + first + row)) : kEnd;
+        }
+#pragma unroll 1
+        for (u32 floor = 0, n = 0; n < to; ++n) {
+            u32 lowest = kEnd;
 #pragma unroll
             for (u32 i = 0; i < kEach; ++i)
-                label[i] = lane + i * 32 < size ? static_cast<u32>(__ldg(from + i * 32)) : kEnd;
-#pragma unroll 1
-            for (u32 floor = 0;;) {
-                u32 lowest = kEnd;
+                lowest = label[i] >= floor ? min(lowest, label[i]) : lowest;
+            lowest = __reduce_min_sync(0xffffffff, lowest);
+            if (lowest >= params.groups)
+                return;
+            floor = lowest + 1;
+            if (n < from)
+                continue;
+            u32 mine = 0;  // bits of this lane's rows that are the group's
 #pragma unroll
-                for (u32 i = 0; i < kEach; ++i)
-                    lowest = label[i] >= floor ? min(lowest, label[i]) : lowest;
-                lowest = __reduce_min_sync(0xffffffff, lowest);
-                if (lowest >= params.groups)
-                    break;
-                u32 mine = 0;  // bits of this lane's rows that are the group's
-#pragma unroll
-                for (u32 i = 0; i < kEach; ++i)
-                    mine |= (label[i] == lowest) << i;
-                // Rows of the tile from the group's first to its last one, and the bits of those that this lane has.
-                const u32 begin = __reduce_min_sync(0xffffffff, mine ? lane + (__ffs(mine) - 1) * 32 : kEnd);
-                const u32 end = __reduce_max_sync(0xffffffff, mine ? lane + (31 - __clz(mine)) * 32 + 1 : 0);
-                const bool mixed = __any_sync(0xffffffff, mine != (up_to(end) & ~up_to(begin)));
-                give(tile(at, 0, lowest), Rows{first + end, 0, mixed, first + begin});
-                floor = lowest + 1;
-            }
+            for (u32 i = 0; i < kEach; ++i)
+                mine |= (label[i] == lowest) << i;
+            // Rows of the tile from the group's first to its last one, and the bits of those that this lane has.
+            const u32 begin = __reduce_min_sync(0xffffffff, mine ? lane + (__ffs(mine) - 1) * 32 : kEnd);
+            const u32 end = __reduce_max_sync(0xffffffff, mine ? lane + (31 - __clz(mine)) * 32 + 1 : 0);
+            const bool mixed = __any_sync(0xffffffff, mine != (up_to(end) & ~up_to(begin)));
+            give(tile(a, b, 0, lowest), Rows{first + end, 0, mixed, first + begin});
         }
     }
 
@@ -136,12 +170,7 @@ struct Scheduler {
             const Stretch mine = owners.stretch(base + lane);
             const u32 first = mine.first / kFirstRows * kFirstRows, last = max(mine.end, mine.zeros);
             const u32 tiles_a = last > mine.first ? cdiv(last - first, kRowsA) : 0;
-            u32 sum = tiles_a * tiles_b;
-#pragma unroll
-            for (u32 step = 1; step < 32; step *= 2) {
-                const u32 other = __shfl_up_sync(0xffffffff, sum, step);
-                sum += lane >= step ? other : 0;
-            }
+            const u32 sum = scan(tiles_a * tiles_b);
             const u32 all = __shfl_sync(0xffffffff, sum, 31);
             for (; t < before + all; next_wave(t)) {
                 const u32 within = static_cast<u32>(t - before);
@@ -150,7 +179,9 @@ struct Scheduler {
                 const u32 own_a = __shfl_sync(0xffffffff, tiles_a, index),
                           own_first = __shfl_sync(0xffffffff, first, index);
                 const u32 begin = __shfl_sync(0xffffffff, sum, index) - own_a * tiles_b;
-                Tile found = tile(place(within - begin, own_a, tiles_b), own_first, base + index);
+                const Band<C> at = C::kSwap ? Band<C>(within - begin, tiles_b, own_a)
+                                            : Band<C>(within - begin, own_a, tiles_b);
+                Tile found = tile(C::kSwap ? at.q : at.p, C::kSwap ? at.p : at.q, own_first, base + index);
                 const Rows own{__shfl_sync(0xffffffff, mine.end, index),
                                __shfl_sync(0xffffffff, mine.zeros, index), disordered,
                                __shfl_sync(0xffffffff, mine.first, index)};
