@@ -44,7 +44,7 @@ HOST = ROOT / "tests" / "groups_host.cpp"
 K_BLOCKS, STRIDES = 7, (1000, 999, 2**33, 2**34 + 1)  # elements between rows and groups of D and C
 TILES = (
     {"block_q": 64, "consumers": 1},
-    {"block_q": 128, "consumers": 2, "q_fp4": True, "stages": 3},
+    {"block_q": 128, "consumers": 2, "q_fp4": True, "stages": 3, "tma_store": True},
     {"block_q": 96, "consumers": 3},
     {"block_q": 136, "consumers": 2, "subs": 2, "element_bytes": 2},
     {"block_q": 8, "consumers": 1, "swap": True},
@@ -414,12 +414,30 @@ def test_short_tiles_are_everybodys(built: Callable[[str], Built], rows_of_tiles
         assert shares.max() - shares.min() <= 3
 
 
+def test_padding_is_everybodys(built: Callable[[str], Built]) -> None:
+    """Groups of 33 rows at multiples of 128, of which smaller tiles have whole ones of padding: no block has
+    much more to do than others."""
+    code, blocks = built("contiguous"), 132
+    for at, config in enumerate(code.configs):
+        rows_a, rows_b = (config.block_q, config.block_p) if config.swap else (config.block_p, config.block_q)
+        values = runs(*((group, 33) for group in range(24)), pad_to=128)
+        grid = check(code, Case(at, labels(values, 24), 32 * rows_b, blocks))
+        shares = np.bincount(grid.tiles["block"], minlength=blocks)
+        assert rows_a >= 128 or shares.max() <= 1.5 * shares.mean() + 1
+
+
 # Faults -----------------------------------------------------------------------------------------------------
 
 # grouping, header, text of it, what stands in its place
 FAULTS = (
     ("contiguous", "scheduler/groups.cuh", "floor = lowest + 1", "floor = lowest + 2"),
     ("contiguous", "scheduler/groups.cuh", "lowest >= params.groups", "lowest > params.groups"),
+    ("contiguous", "scheduler/groups.cuh", "up_to(end) & ~up_to(begin)", "up_to(end)"),
+    ("contiguous", "scheduler/groups.cuh", "sum <= rest", "sum < rest"),
+    ("contiguous", "scheduler/groups.cuh", "last ? count - 1 : 0", "count - 1"),
+    ("contiguous", "scheduler/groups.cuh", "last ? kEnd : 1", "kEnd"),
+    ("contiguous", "epilogue/output.cuh", "line.wanted &= m >= of.begin", "line.wanted &= m > of.begin"),
+    ("contiguous", "scheduler/groups.cuh", "(n - kHeld) % kSlots", "n % kSlots"),
     ("psum", "scheduler/rows.cuh", "first = up(before)", "first = before"),
     ("psum", "epilogue/output.cuh", "m < of.zeros", "m + 1 < of.zeros"),
     ("psum", "epilogue/output.cuh", "m >= of.begin && (line", "m + 1 >= of.begin && (line"),

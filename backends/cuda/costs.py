@@ -59,7 +59,7 @@ PROMOTE_ROW = 2.0  # promotion with a factor for each column: a product, then a 
 # multiplies, by taking turns, by two K blocks in flight, by both, or by chance; with two 64-row parts a
 # warpgroup; with three warpgroups; with scales of rows on both sides; bfloat16, which is not promoted. ROWS
 # was measured without loads, CHANCE is of groups, where alone it decides much; the others are fitted.
-TURNS, PAIRS, BOTH, CHANCE, TALL, THREE, ROWS, BF16 = 0.813, 0.883, 0.945, 0.86, 0.92, 0.874, 0.63, 0.996
+TURNS, PAIRS, BOTH, CHANCE, TALL, THREE, ROWS, BF16 = 0.813, 0.883, 0.945, 0.83, 0.92, 0.874, 0.63, 0.996
 # Two parts a warpgroup in groups, whose ends leave parts empty; of groups.
 TALL_GROUPS = 0.87
 # What each halving of the largest power of two in a tile's width, from 64 on, adds to the blocks' work: FP8
@@ -77,6 +77,14 @@ STRADDLE = 2.0
 # Of the products that parts without rows would have, what is saved: the others no longer hide behind them; of
 # groups.
 LEFT_OUT = 0.1
+# Of the time of reading: what each share of the waves without tiles adds, from FULL_WAVE on; what each tile
+# of a group after its first adds; and what tiles of more than 64 rows of A add. Of groups: with about 20
+# rows in each of 6, N 6144, K 7168, tiles that fill 73, 87 and 97 % of their waves took 85.2, 81.6 and 78.6
+# us, with N and K 4096 those of 73 and 97 % 35.6 and 33.8; in 32 groups 24 rows a tile, where a fifth of
+# the groups needs two, took 364 and 32 rows 355. 128 rows a tile took 77 us where 8 groups have 32 rows
+# each, N 4096, K 7168, 73 by the model without it; where 6 and 32 groups have 20, even a fifth more than
+# 64.
+LAST_WAVE, FULL_WAVE, READ_AGAIN, WIDE_READ = 0.28, 0.05, 0.12, 0.06
 BEGIN = 0.82  # us: barriers, tensor maps; fitted
 FIRST_LOAD = 0.58  # us: until the first K block is there, which the curve of reading has in it; fitted
 # Clocks from one tile to the next, its store left out, and the same where sums change their layout; fitted.
@@ -262,7 +270,21 @@ class Work:
         fill = FIRST_LOAD + max(waves * self.fill, tiles * self.card_fill)
         busy = math.pow(compute**FILL_NEARNESS + fill**FILL_NEARNESS, 1 / FILL_NEARNESS)
         mixed: float = floor.mixed + (busy * self.profile.odd) ** NEARNESS
+        if self.grouped:
+            mixed += (floor.memory * self.reading(tiles)) ** NEARNESS - floor.memory**NEARNESS
         return self.alone + math.pow(mixed, 1 / NEARNESS)
+
+    def reading(self, tiles: float) -> float:
+        """How much longer than its floor reading takes: where the last tiles of B do not keep all SMs at it,
+        where a group's rows of A need more than one tile, which read B again, and in tiles of more than 64 of
+        them."""
+        once = self.kind.groups * self.along_n
+        # Labels and ends may leave groups without rows: how many tiles there are is not known.
+        counted = self.kind.grouping in ("masked", "batched") and once > self.fit
+        last = -(-once // self.fit) * self.fit / once - 1 if counted else 0.0
+        wide = not self.profile.config.swap and self.rows > PART_ROWS
+        again = min(max(tiles / once - 1, 0.0), 1.0)
+        return 1 + LAST_WAVE * max(last - FULL_WAVE, 0.0) + READ_AGAIN * again + WIDE_READ * wide
 
     def cost(self, m: int, floor: Floor) -> Cost:
         waves, profile = self.waves(m), self.profile

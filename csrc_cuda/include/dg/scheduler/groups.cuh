@@ -53,12 +53,15 @@ struct Scheduler {
         ring.advance();
     }
 
-    // To the block's tile of the next wave, one place further on. The last tiles of groups are short and lie at
-    // regular places: without that, with two tiles a group and an even grid, half of the blocks would get all of them
-    // and the others none. Tiles of labels rather read the same rows again.
-    __device__ __forceinline__ void next_wave(u64& t) {
-        const bool last = turn + 1 == gridDim.x;
-        t += last ? 1 : gridDim.x + 1;
+    // To the block's tile of the next wave, one place further on. The last tiles of groups are short, those of padding
+    // have no rows, and both lie at regular places: without that, with two tiles a group and an even grid, half of the
+    // blocks would get all of them and the others none. Large tiles of labels are hardly ever padding alone, and rather
+    // read the same rows again.
+    template <class Place>
+    __device__ __forceinline__ void next_wave(Place& t) {
+        constexpr bool kPlain = C::kGrouping == kContiguous && kRowsA >= 128;
+        const bool last = !kPlain && turn + 1 == gridDim.x;
+        t += last ? 1 : gridDim.x + !kPlain;
         turn = last ? 0 : turn + 1;
     }
 
@@ -93,13 +96,13 @@ struct Scheduler {
             C::kSwap ? 32 : Band<C>::kMostTiles;  // tiles of rows in a band; a lane knows one
         static_assert(kHigh <= 32);
         const u32 tiles_a = C::kSwap ? params.tiles_q : params.tiles_p;
-        u32 t = blockIdx.x, before = 0;  // 2^32 shares of a D would fill more memory than there is
+        u32 t = turn, before = 0;  // 2^32 shares of a D would fill more memory than there is
 #pragma unroll 1
         for (u32 low = 0; low < tiles_a; low += kHigh) {
             const u32 own = lane < min(kHigh, tiles_a - low) ? shares(low + lane) : 0;
             const u32 sum = scan(own), column = __shfl_sync(0xffffffff, sum, 31);
 #pragma unroll 1
-            for (; t < before + column * tiles_b; t += gridDim.x) {
+            for (; t < before + column * tiles_b; next_wave(t)) {
                 const u32 b = (t - before) / column, rest = (t - before) % column;
                 const u32 a =
                     __popc(__ballot_sync(0xffffffff, sum <= rest));  // lanes whose shares end before
