@@ -6,6 +6,9 @@
 // and store the tile (store.cuh). The blocks walk the tiles in waves, which each thread computes (tiles.cuh) or,
 // of groups, one warp finds out (groups.cuh). What Config's constants mean, and which go together, says
 // sm90_layout.cuh.
+//
+// A tile of FP8 that leaves by bulk copies does so while the tensor core has the first products of the next one
+// (kBehind), and its slot is held until then.
 #pragma once
 
 #include <dg/epilogue/parts.cuh>

@@ -20,7 +20,7 @@
 //   kScaleKMajor    the row scales are stored with K as their contiguous axis (one side alone has them)
 //   kScaleSteps     row scales of a K block: 1, or 4, one for 32 of K
 //   kPairs          two K blocks in flight a warpgroup (kSubs 1)
-//   kOrdered        two warpgroups take turns at the tensor core
+//   kOrdered        two or three warpgroups take turns at the tensor core
 //   kDBytes         2: D is bfloat16; 4: float32
 //   kTmaStore       D leaves through shared memory by bulk copies
 //   kBoxes          boxes of shared memory that each consumer warp has for that: with room for its whole part of
