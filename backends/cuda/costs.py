@@ -69,10 +69,10 @@ ODD, CROSSING = 0.005, 0.0314
 # and K 4096, those of 64 to 136 columns take 37 to 42 us, and 128 weights by 24 rows 34; in 32 groups they
 # are as fast.
 FLAT_GROUPS = 2.0
-# What a tile of 256 rows with those of two groups costs beside what it costs to multiply it twice, in tiles. In
-# 4 and 8 groups of about 4096 to 8192 rows that begin at multiples of 128 they took 5 to 8 % longer than those
-# of 128 rows and 192 columns, and as long where no tile had rows of two; rows before a group's were multiplied
-# too then. Tiles of 192 rows do not show it.
+# What a tile of 256 rows with those of two groups costs beside what it costs to multiply it twice, in
+# tiles. In 4 and 8 groups of about 4096 to 8192 rows that begin at multiples of 128 they took 5 to 8 %
+# longer than those of 128 rows and 192 columns, and as long where no tile had rows of two; rows before a
+# group's were multiplied too then. Tiles of 192 rows do not show it.
 STRADDLE = 2.0
 # Of the products that parts without rows would have, what is saved: the others no longer hide behind them; of
 # groups.

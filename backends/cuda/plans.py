@@ -146,9 +146,9 @@ def _swapped(kind: GemmTask, settings: Settings) -> Iterator[tuple[_Shape, int, 
 
 @functools.lru_cache(maxsize=1024)
 def _normal(kind: GemmTask, n: int, all_boxes: bool, settings: Settings) -> tuple[_Shape, ...]:
-    """A as P, tiles of 64 to 256 rows. Scales of rows on both sides lose by taking turns, and so do groups, by up
-    to 3 %, where two warpgroups have one K block in flight each (8 x 4096 x 6144 x 7168, one H200); three of
-    them win up to 1 %."""
+    """A as P, tiles of 64 to 256 rows. Scales of rows on both sides lose by taking turns, and so do groups,
+    by up to 3 %, where two warpgroups have one K block in flight each (8 x 4096 x 6144 x 7168, one H200);
+    three of them win up to 1 %."""
     fp8 = kind.element_bytes == 1
     fp4 = kind.a_fp4 or kind.b_fp4
     ordered = fp8 and "row" not in kind.scales
