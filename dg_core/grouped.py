@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from . import ops
+from . import ops, rules
 from .arguments import Recipe, Scaled, integers, pair
 from .config import get_mk_alignment_for_contiguous_layout
 from .dispatch import default_target, run
@@ -33,7 +33,15 @@ def get_theoretical_mk_alignment_for_contiguous_layout(
 
     Returns:
         128; on SM100 a multiple of 32 up to 224, the smallest that holds ``expected_m`` rows.
+
+    Raises:
+        ArgumentError: ``expected_m`` is no integer of at least 0, or ``num_groups`` none of at least 1.
     """
+    name = "get_theoretical_mk_alignment_for_contiguous_layout"
+    if expected_m is not None:
+        expected_m = rules.integer(0)(name, "expected_m", expected_m)
+    if num_groups is not None:
+        num_groups = rules.integer(1)(name, "num_groups", num_groups)
     if not default_target().arch.startswith("sm10"):
         return 128
     if expected_m is None:

@@ -36,7 +36,9 @@ def get_mn_major_tma_aligned_packed_ue8m0_tensor(sf: Tensor, psum_layout: Tensor
 
     Args:
         sf: float32 ``[mn, k]`` or ``[groups, mn, k]``, any strides.
-        psum_layout: int32 end row of each group; rows between groups become 0 whatever they hold.
+        psum_layout: int32 end row of each group; rows between groups become 0 whatever they hold. Groups start
+            at multiples of the process-wide alignment: for a product with an ``alignment`` of its own, set that
+            one around this call (``set_mk_alignment_for_contiguous_layout``).
 
     Returns:
         int32 ``[.., mn, cdiv(k, 4)]`` with strides ``(.., 1, align(mn, 4))``.
@@ -89,7 +91,7 @@ def transform_sf_into_required_layout(
             given.
         recipe: ``(gran_m, gran_n, gran_k)`` together with ``is_sfa``, or ``(gran_mn, gran_k)`` without it.
         disable_ue8m0_cast: keep float32 on SM100 (which then takes no GEMM of DeepGEMM's, but ours).
-        psum_layout: end row of each group; packing then skips the gaps.
+        psum_layout: end row of each group, by the process-wide alignment; packing then skips the gaps.
 
     Returns:
         On SM100: packed UE8M0, MN-major. Elsewhere: float32 per 1 x 128 becomes MN-major, 128 x 128 stays as

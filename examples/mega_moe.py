@@ -78,8 +78,10 @@ def main() -> int:
 
     right, got = exact(x, topk_idx, topk_weights), y.cpu().double()
     diff = (1 - 2 * (right * got).sum() / (right**2 + got**2).sum()).item()
-    print(f"rank {rank} of {ranks}: {tokens} tokens, calc_diff {diff:.1e} to float64")
-    print(f"rank {rank} is on {device}, peer memory: {buffer.provider_name}")
+    # One write: lines of ranks that share a terminal would mix otherwise.
+    told = f"rank {rank} of {ranks}: {tokens} tokens, calc_diff {diff:.1e} to float64"
+    sys.stdout.write(f"{told}\nrank {rank} is on {device}, peer memory: {buffer.provider_name}\n")
+    sys.stdout.flush()
     if dist.is_initialized():
         dist.barrier()  # nobody is in a call any more
     buffer.destroy()

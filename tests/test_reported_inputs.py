@@ -14,6 +14,8 @@ test is scaled down, and the docstring says what was kept. Rows that are not her
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -183,6 +185,16 @@ def test_fp4_weights() -> None:
     """R59: FP8 activations with FP4 weights and a UE8M0 scale per 32 of K (reported M = 256, N = 4096, K =
     7168)."""
     check_labelled(runs(*((g, 32) for g in range(8))), 8, 128, 896, "packed32", "fp4")
+
+
+@pytest.mark.parametrize(
+    ("expected", "groups"), [("x", None), (True, None), (1.5, 2), (-3, 1), (5, 0), (None, "g")]
+)
+def test_a_theoretical_alignment_of_nonsense(expected: Any, groups: Any) -> None:
+    with pytest.raises(
+        dg_core.ArgumentError, match=r"get_theoretical_mk_alignment.*(expected_m|num_groups) is"
+    ):
+        dg_core.get_theoretical_mk_alignment_for_contiguous_layout(expected, groups)
 
 
 def test_alignment_is_documented_and_a_smaller_one_can_be_chosen() -> None:
