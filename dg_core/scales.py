@@ -36,9 +36,9 @@ def get_mn_major_tma_aligned_packed_ue8m0_tensor(sf: Tensor, psum_layout: Tensor
 
     Args:
         sf: float32 ``[mn, k]`` or ``[groups, mn, k]``, any strides.
-        psum_layout: int32 end row of each group; rows between groups become 0 whatever they hold. Groups start
-            at multiples of the process-wide alignment: for a product with an ``alignment`` of its own, set that
-            one around this call (``set_mk_alignment_for_contiguous_layout``).
+        psum_layout: int32 end row of each group; rows between groups become 0 whatever they hold. Groups
+            start at multiples of the process-wide alignment: for a product with an ``alignment`` of its own,
+            set that one around this call (``set_mk_alignment_for_contiguous_layout``).
 
     Returns:
         int32 ``[.., mn, cdiv(k, 4)]`` with strides ``(.., 1, align(mn, 4))``.
