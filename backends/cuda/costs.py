@@ -77,13 +77,12 @@ STRADDLE = 2.0
 # Of the products that parts without rows would have, what is saved: the others no longer hide behind them; of
 # groups.
 LEFT_OUT = 0.1
-# Of the time of reading: what each share of the waves without tiles adds, from FULL_WAVE on; what each tile
-# of a group after its first adds; and what tiles of more than 64 rows of A add. Of groups: with about 20
-# rows in each of 6, N 6144, K 7168, tiles that fill 73, 87 and 97 % of their waves took 85.2, 81.6 and 78.6
-# us, with N and K 4096 those of 73 and 97 % 35.6 and 33.8; in 32 groups 24 rows a tile, where a fifth of
-# the groups needs two, took 364 and 32 rows 355. 128 rows a tile took 77 us where 8 groups have 32 rows
-# each, N 4096, K 7168, 73 by the model without it; where 6 and 32 groups have 20, even a fifth more than
-# 64.
+# Of the time of reading: what each share of the waves without tiles adds, from FULL_WAVE on; what a second
+# tile of a group adds; and what tiles of more than 64 rows of A as P add. Of groups: with about 20 rows in
+# each of 6, N 6144, K 7168, tiles that fill 73, 87 and 97 % of their waves took 85.2, 81.6 and 78.6 us,
+# with N and K 4096 those of 73 and 97 % 35.6 and 33.8; in 32 groups 24 rows a tile, where a fifth of the
+# groups needs two, took 364 and 32 rows 355. 128 rows a tile took 77 us where 8 groups have 32 rows each, N
+# 4096, K 7168, 73 by the model without it; where 6 and 32 groups have 20, even a fifth more than 64.
 LAST_WAVE, FULL_WAVE, READ_AGAIN, WIDE_READ = 0.28, 0.05, 0.12, 0.06
 BEGIN = 0.82  # us: barriers, tensor maps; fitted
 FIRST_LOAD = 0.58  # us: until the first K block is there, which the curve of reading has in it; fitted
@@ -277,7 +276,7 @@ class Work:
     def reading(self, tiles: float) -> float:
         """How much longer than its floor reading takes: where the last tiles of B do not keep all SMs at it,
         where a group's rows of A need more than one tile, which read B again, and in tiles of more than 64 of
-        them."""
+        them as P."""
         once = self.kind.groups * self.along_n
         # Labels and ends may leave groups without rows: how many tiles there are is not known.
         counted = self.kind.grouping in ("masked", "batched") and once > self.fit

@@ -166,7 +166,9 @@ def _normal(kind: GemmTask, n: int, all_boxes: bool, settings: Settings) -> tupl
         if kind.scales == "block" and not fp4 and width in THREE_WIDTHS:
             # Stores of one warpgroup lie under products of two.
             found.append(_Shape(width, consumers=3, ordered=kind.grouped))
-        if width in TALL_WIDTHS[kind.element_bytes] or width not in WIDTHS:
+        # Beside warps that unpack, the reader of labels would spill in tiles of 256 rows by 64.
+        narrow = fp4 and kind.grouping == "contiguous" and width <= BOX_COLUMNS
+        if (width in TALL_WIDTHS[kind.element_bytes] or width not in WIDTHS) and not narrow:
             found.append(_Shape(width, subs=2))
         # Parts of FP4 with scales of 32 of K would spill.
         if width in SPLIT_WIDTHS and not kind.grouped and not (fp4 and kind.scales == "row32"):

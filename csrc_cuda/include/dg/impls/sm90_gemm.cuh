@@ -7,8 +7,8 @@
 // of groups, one warp finds out (groups.cuh). What Config's constants mean, and which go together, says
 // sm90_layout.cuh.
 //
-// A tile of FP8 that leaves by bulk copies does so while the tensor core has the first products of the next one
-// (kBehind), and its slot is held until then.
+// Tiles of some configurations (kBehind) leave while the tensor core has the first products of the next one, and
+// their slots are held until that one is done with.
 #pragma once
 
 #include <dg/epilogue/parts.cuh>

@@ -24,7 +24,7 @@
 //   kDBytes         2: D is bfloat16; 4: float32
 //   kTmaStore       D leaves through shared memory by bulk copies
 //   kBoxes          boxes of shared memory that each consumer warp has for that: with room for its whole part of
-//                   a tile, D leaves under the products of the next one; with less, in rounds
+//                   a tile, D leaves at once; with less, in rounds
 #pragma once
 
 #include <dg/common/math.cuh>
@@ -118,9 +118,10 @@ struct Layout {
     // Sums on their way to D's layout, or to the block of the cluster that adds the parts: from each block
     // the units of 8 rows of P that this one owns. 32 bytes more a row put four rows into different banks.
     static constexpr bool kGather = C::kSwap || C::kSplit > 1;
-    // The totals of a tile leave under the first products of the next one, which have registers of their own.
-    static constexpr bool kBehind =
-        C::kElementBytes == 1 && C::kTmaStore && C::kScaleSteps == 1 && !C::kStream && C::kConsumers == 2;
+    // The totals of a tile leave by bulk copies under the first products of the next one, which have registers of
+    // their own. With other scales than those of blocks wide tiles would spill; three warpgroups take 2 % longer so.
+    static constexpr bool kBehind = C::kScaleP == kScaleRow && C::kScaleQ == kScaleBlock && C::kTmaStore &&
+                                    !C::kStream && C::kConsumers == 2;
     static constexpr u32 kUnits = kBlockP / 8, kOwnedUnits = cdiv(kUnits, C::kSplit);
     static constexpr u32 kPartRow = C::kBlockQ * 4 + 32;
     static constexpr u32 kPartOffset = kStoreOffset + kStoreBytes;

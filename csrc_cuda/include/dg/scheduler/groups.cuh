@@ -225,7 +225,7 @@ struct Queue {
     };
 
     // A slot goes back once its tile is done with: what of it is needed at the end of the tile alone stays there
-    // until then and takes no register. kHeld: that is when the next one has begun.
+    // until then and takes no register. kHeld: that is when the next one is done with.
     template <bool kWarp, bool kHeld = false, class Body>
     __device__ __forceinline__ void for_each(Body body) const {
         u32 n = 0;

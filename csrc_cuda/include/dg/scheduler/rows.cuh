@@ -10,7 +10,7 @@ namespace dg::sm90 {
 struct Rows {
     u32 end;    // rows of A from here on are not
     u32 zeros;  // but those before this one become zero
-    u32 mixed;  // not 0: some of the rows before `end` are not either, and Ownership tells which
+    u32 mixed;  // not 0: some of the rows between `begin` and `end` are not either, and Ownership tells which
     u32 begin;  // nor are rows before this one, of labels and of end rows
 
     // Those of a tile of groups, out of its slot.
