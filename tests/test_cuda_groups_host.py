@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from dg_core.backends.cuda.gemm import Params
 from dg_core.backends.cuda.source import GemmConfig, gemm_source
+from dg_core.backends.cuda.tiling import tile
 
 from . import formulas
 from .cuda_compilers import ROOT, shared_library
@@ -64,7 +65,7 @@ ROW = np.dtype(
 
 
 def configs(grouping: str) -> list[GemmConfig]:
-    return [GemmConfig(grouping=grouping, **tile) for tile in TILES]  # type: ignore[arg-type]
+    return [GemmConfig(grouping=grouping, **each) for each in TILES]  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def copied(address: int, dtype: np.dtype[Any], count: int) -> np.ndarray[Any, An
 
 def launch(built: Built, case: Case) -> Grid:
     config, layout = built.configs[case.at], case.layout
-    rows_a, rows_b = (config.block_q, config.block_p) if config.swap else (config.block_p, config.block_q)
+    rows_a, rows_b = tile(config)
     sides = ((layout.rows, rows_a), (case.n, rows_b))
     (rows_p, in_p), (rows_q, in_q) = reversed(sides) if config.swap else sides
     params = Params(rows_p=rows_p, rows_q=rows_q, k_blocks=K_BLOCKS, groups=layout.groups)
@@ -395,7 +396,7 @@ def test_groups_begin_anywhere(built: Callable[[str], Built], alignment: int, ze
     """Groups of a tile's rows and a few more or less, which begin where copies may not."""
     code = built("psum")
     for at, config in enumerate(code.configs):
-        size = config.block_q if config.swap else config.block_p
+        size, _ = tile(config)
         ends = formulas.psum_ends([size + more for more in (1, 0, -1, 2, -2, 3, 0, 1)], alignment)
         layout = Layout("psum", len(ends), ends[-1] + 1, tuple(ends), alignment, zero)
         check(code, Case(at, layout, 100, 7))
@@ -406,7 +407,7 @@ def test_short_tiles_are_everybodys(built: Callable[[str], Built], rows_of_tiles
     """The last tile of each group has two rows: no block gets many of those and no block only others."""
     code, groups, blocks = built("masked"), 48, 132
     for at, config in enumerate(code.configs):
-        rows_a, rows_b = (config.block_q, config.block_p) if config.swap else (config.block_p, config.block_q)
+        rows_a, rows_b = tile(config)
         rows = (rows_of_tiles - 1) * rows_a + 2
         grid = check(code, Case(at, Layout("masked", groups, rows, (rows,) * groups), 32 * rows_b, blocks))
         short = grid.first_a == (rows_of_tiles - 1) * rows_a
@@ -419,7 +420,7 @@ def test_padding_is_everybodys(built: Callable[[str], Built]) -> None:
     much more to do than others."""
     code, blocks = built("contiguous"), 132
     for at, config in enumerate(code.configs):
-        rows_a, rows_b = (config.block_q, config.block_p) if config.swap else (config.block_p, config.block_q)
+        rows_a, rows_b = tile(config)
         values = runs(*((group, 33) for group in range(24)), pad_to=128)
         grid = check(code, Case(at, labels(values, 24), 32 * rows_b, blocks))
         shares = np.bincount(grid.tiles["block"], minlength=blocks)

@@ -252,7 +252,7 @@ GOLDEN: dict[tuple[str, int, int, int], str] = {
 }
 
 
-# grouping, groups, expected rows, N, K: what was fastest, or within 3 % of that, on one H200.
+# grouping, groups, expected rows, N, K: what was fastest of what was timed on an H200, or within 3 % of it.
 GROUPED_GOLDEN = {
     ("masked", 32, 192, 6144, 7168): "sm90_fp8_gemm_q128_s4_u2_masked_tma_pr40_cr232",
     ("masked", 32, 192, 4096, 2048): "sm90_fp8_gemm_q128_s3_u2_masked_tma_box4_pr40_cr232",

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from .source import SCALE_BLOCK, SCALE_ROW, GemmConfig
 from .tiling import (
     BOX_COLUMNS,
+    OWN_A,
     PART_ROWS,
     GemmTask,
     clusters_that_fit,
@@ -279,7 +280,7 @@ class Work:
         them as P."""
         once = self.kind.groups * self.along_n
         # Labels and ends may leave groups without rows: how many tiles there are is not known.
-        counted = self.kind.grouping in ("masked", "batched") and once > self.fit
+        counted = self.kind.grouping in OWN_A and once > self.fit
         last = -(-once // self.fit) * self.fit / once - 1 if counted else 0.0
         wide = not self.profile.config.swap and self.rows > PART_ROWS
         again = min(max(tiles / once - 1, 0.0), 1.0)

@@ -25,14 +25,13 @@ from .launch import Launcher, LaunchSpec, MapSpec, current_stream, make_launcher
 from .operands import BLOCK, NONE, K, Operands, Stored, plan_operands
 from .plans import Choice, GemmTask, Settings, choose
 from .source import SCALE_ROW, SMEM_BYTES, GemmConfig, gemm_source
-from .tiling import BOX_COLUMNS, CHUNK_ROWS, FP4_BYTES, K_BYTES
+from .tiling import BOX_COLUMNS, CHUNK_ROWS, FP4_BYTES, K_BYTES, OWN_A
 from .workspace import workspace, workspace_bytes
 
 BOX = (16, BOX_COLUMNS)  # rows and columns of D that a warp stores at once
 ARCH = "sm90a"
 # Positions in the primitive's tensors.
 A, SFA, B, SFB, D, C, LAYOUT = range(7)
-OWN_A = ("batched", "masked")  # groupings whose groups have a matrix A, and D, each
 LAID_OUT = ("contiguous", "psum", "masked")  # and those whose rows a tensor on the device tells of
 
 

@@ -41,6 +41,8 @@ SPREAD = (0.7, 0.85, 1.0, 1.15, 1.3)
 WHOLE_CARD = 132
 CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
 
+OWN_A = ("batched", "masked")  # groupings whose groups have a matrix A, and D, each
+
 # scales of a task -> those of A, of B, and the scales of one K block
 SCALES = {
     "none": (SCALE_NONE, SCALE_NONE, 1),

@@ -72,8 +72,8 @@ struct Store {
         const u32 warp = __shfl_sync(0xffffffff, me.warp, 0);  // known to be the same in all lanes
         const Shared boxes = room.base + L::kStoreOffset + (me.w * 4 + warp) * C::kBoxes * kBoxBytes;
         const u32 row0 = tile.row_p + me.part + warp * 16, column = tile.row_q;
-        const bool leader =
-            elect_one();  // the same one at all times: bulk copies are waited for by who made them
+        // The same lane at all times: bulk copies are waited for by who made them.
+        const bool leader = elect_one();
         const u32 row = me.lane % 16;
         // Row r of a box has its 16-byte pieces in the order that the 128-byte swizzle gives: piece c at c ^ (r % 8).
         const u32 piece = (me.lane / 16 ^ row % 8) * 16;

@@ -129,6 +129,7 @@ struct Promotion {
     // kStep groups that lie on one side always.
     __device__ __forceinline__ static void promote_blocks(float (&total)[kSums], const float (&sum)[kSums],
                                                           Product f, u32 before) {
+        // One of the thread's rows after the other: so a factor is more often left over from the instruction before.
 #pragma unroll
         for (u32 half = 0; half < 2; ++half)
 #pragma unroll

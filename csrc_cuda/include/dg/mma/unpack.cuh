@@ -19,8 +19,8 @@ struct Unpacker {
     template <u32 kRows>
     __device__ __forceinline__ static void unpack(Shared packed, Shared values, u32 thread) {
         static_assert(kRows * kPieces % kThreads == 0 && kThreads / kPieces % 8 == 0);
-        constexpr u32 kEach = kRows * kPieces / kThreads,
-                      kFar = kThreads / kPieces;  // rows between a thread's pieces
+        // Pieces of a thread, and rows between two of them.
+        constexpr u32 kEach = kRows * kPieces / kThreads, kFar = kThreads / kPieces;
         constexpr u32 kBatch = kEach % 4 == 0 ? 4 : kEach % 3 == 0 ? 3 : kEach % 2 == 0 ? 2 : 1;
         const u32 row = thread / kPieces, piece = thread % kPieces;
         const Shared from = packed + thread * 8,

@@ -92,8 +92,8 @@ struct Scheduler {
     // Labels: each tile of rows once for every group that it has rows of. Tiles whose first and last row are of two
     // groups are dealt out in two shares, since the blocks that got both would have a tile more than the others.
     __device__ __forceinline__ void by_labels() {
-        constexpr u32 kHigh =
-            C::kSwap ? 32 : Band<C>::kMostTiles;  // tiles of rows in a band; a lane knows one
+        // Tiles of rows in a band, of which a lane knows one.
+        constexpr u32 kHigh = C::kSwap ? 32 : Band<C>::kMostTiles;
         static_assert(kHigh <= 32);
         const u32 tiles_a = C::kSwap ? params.tiles_q : params.tiles_p;
         u32 t = turn, before = 0;  // 2^32 shares of a D would fill more memory than there is
@@ -104,8 +104,8 @@ struct Scheduler {
 #pragma unroll 1
             for (; t < before + column * tiles_b; next_wave(t)) {
                 const u32 b = (t - before) / column, rest = (t - before) % column;
-                const u32 a =
-                    __popc(__ballot_sync(0xffffffff, sum <= rest));  // lanes whose shares end before
+                // Lanes whose shares end before.
+                const u32 a = __popc(__ballot_sync(0xffffffff, sum <= rest));
                 const u32 count = __shfl_sync(0xffffffff, own, a);
                 const bool last = __shfl_sync(0xffffffff, sum, a) == rest + 1;
                 give_groups(low + a, b, last ? count - 1 : 0, last ? kEnd : 1);
