@@ -255,14 +255,14 @@ GOLDEN: dict[tuple[str, int, int, int], str] = {
 # grouping, groups, expected rows, N, K: what was fastest of what was timed on an H200, or within 3 % of it.
 GROUPED_GOLDEN = {
     ("masked", 32, 192, 6144, 7168): "sm90_fp8_gemm_q128_s4_u2_masked_tma_pr40_cr232",
-    ("masked", 32, 192, 4096, 2048): "sm90_fp8_gemm_q128_s3_u2_masked_tma_box4_pr40_cr232",
+    ("masked", 32, 192, 4096, 2048): "sm90_fp8_gemm_q128_s4_u2_masked_tma_pr40_cr232",
     ("masked", 6, 1024, 6144, 7168): "sm90_fp8_gemm_q128_s4_c3_masked_ord_tma_box2_pr32_cr160",
     ("masked", 6, 1024, 7168, 3072): "sm90_fp8_gemm_q128_s4_c3_masked_ord_tma_box2_pr32_cr160",
     ("masked", 6, 20, 6144, 7168): "sm90_fp8_gemm_q96_s10_c1_masked_pairs_tma_pr40_cr232",
     ("contiguous", 8, 128, 4096, 7168): "sm90_fp8_gemm_q128_s6_contiguous_ord_pairs_tma_pr40_cr232",
     ("masked", 32, 20, 7168, 3072): "sm90_fp8_gemm_q48_s8_masked_swap_sp1_sq2_pr40_cr232",
     ("masked", 6, 20, 4096, 2048): "sm90_fp8_gemm_q48_s14_c1_masked_swap_sp1_sq2_pr40_cr232",
-    ("contiguous", 8, 4096, 6144, 7168): "sm90_fp8_gemm_q128_s4_c3_contiguous_ord_tma_box2_pr40_cr152",
+    ("contiguous", 8, 4096, 6144, 7168): "sm90_fp8_gemm_q192_s4_contiguous_tma_box3_pr40_cr232",
     ("contiguous", 8, 4096, 4096, 4096): "sm90_fp8_gemm_q128_s4_c3_contiguous_ord_tma_box2_pr40_cr152",
 }
 

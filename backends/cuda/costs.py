@@ -28,6 +28,7 @@ from .tiling import (
     packed_bytes,
     tile,
     tile_boxes,
+    carries,
     tiles_of_rows,
     working_blocks,
 )
@@ -60,9 +61,9 @@ PROMOTE_ROW = 2.0  # promotion with a factor for each column: a product, then a 
 # multiplies, by taking turns, by two K blocks in flight, by both, or by chance; with two 64-row parts a
 # warpgroup; with three warpgroups; with scales of rows on both sides; bfloat16, which is not promoted. ROWS
 # was measured without loads, CHANCE is of groups, where alone it decides much; the others are fitted.
-TURNS, PAIRS, BOTH, CHANCE, TALL, THREE, ROWS, BF16 = 0.813, 0.883, 0.945, 0.83, 0.92, 0.874, 0.63, 0.996
+TURNS, PAIRS, BOTH, CHANCE, TALL, THREE, ROWS, BF16 = 0.813, 0.883, 0.945, 0.83, 0.92, 0.89, 0.63, 0.996
 # Two parts a warpgroup in groups, whose ends leave parts empty; of groups.
-TALL_GROUPS = 0.87
+TALL_GROUPS = 0.89
 # What each halving of the largest power of two in a tile's width, from 64 on, adds to the blocks' work: FP8
 # tiles of such a width choose between two blocks of scales for ever smaller groups of columns; fitted.
 ODD, CROSSING = 0.005, 0.0314
@@ -75,9 +76,9 @@ FLAT_GROUPS = 2.0
 # longer than those of 128 rows and 192 columns, and as long where no tile had rows of two; rows before a
 # group's were multiplied too then. Tiles of 192 rows do not show it.
 STRADDLE = 2.0
-# Of the products that parts without rows would have, what is saved: the others no longer hide behind them; of
-# groups.
-LEFT_OUT = 0.1
+# Of the products that parts without rows would have, what is saved where one or two warpgroups multiply: the
+# others no longer hide behind them; of groups.
+LEFT_OUT = 0.25
 # Of the time of reading: what each share of the waves without tiles adds, from FULL_WAVE on; what a second
 # tile of a group adds; and what tiles of more than 64 rows of A as P add. Of groups: with about 20 rows in
 # each of 6, N 6144, K 7168, tiles that fill 73, 87 and 97 % of their waves took 85.2, 81.6 and 78.6 us,
@@ -85,11 +86,15 @@ LEFT_OUT = 0.1
 # groups needs two, took 364 and 32 rows 355. 128 rows a tile took 77 us where 8 groups have 32 rows each, N
 # 4096, K 7168, 73 by the model without it; where 6 and 32 groups have 20, even a fifth more than 64.
 LAST_WAVE, FULL_WAVE, READ_AGAIN, WIDE_READ = 0.28, 0.05, 0.12, 0.06
+# And what second tiles of A as P add to the work of the blocks. Of groups: with about 192 rows in each of 32,
+# tiles of 192 rows took 3 to 7 % longer than without it, and two of 128 rows 1 to 6 %.
+TILES_AGAIN = 0.08
 BEGIN = 0.82  # us: barriers, tensor maps; fitted
 FIRST_LOAD = 0.58  # us: until the first K block is there, which the curve of reading has in it; fitted
 # Clocks from one tile to the next, its store left out, and the same where sums change their layout; fitted.
 TILE, GATHER_TILE = 1557.0, 1430.0
-THREE_TILE = 0.555  # of that time with three warpgroups, since two go on multiplying; fitted
+CARRIED = 550.0  # of them what a warp saves that sends off the boxes
+THREE_TILE = 0.5  # of that time with three warpgroups, since two go on multiplying; fitted
 STORE_RATE = 30.8  # bytes a clock and SM; fitted
 # The same for columns beside whole boxes, which leave four bytes a thread; fitted.
 REST_RATE = 20.0
@@ -130,6 +135,8 @@ class Profile:
             rest = config.block_q % BOX_COLUMNS * config.block_p * config.d_bytes
             self.last_store += rest * (1 / REST_RATE - 1 / STORE_RATE) / CLOCK
         self.tile_clocks = (GATHER_TILE if config.swap else TILE) + store * store_share(config)
+        if carries(config) and config.element_bytes == 1:
+            self.tile_clocks -= CARRIED
         if config.consumers == 3:
             self.tile_clocks *= THREE_TILE
         self.odd = 1.0
@@ -237,7 +244,8 @@ class Work:
     def left_out(self, m: int, waves: float) -> float:
         """Microseconds that are saved where parts of tiles have no rows of a group: the busiest block has a
         share of all parts, but a whole tile at least."""
-        if self.profile.config.swap:
+        config = self.profile.config
+        if config.swap or config.consumers == 3:
             return 0.0
         tiles, filled = tiles_of_rows(self.kind, self.rows, m)
         share = max(tiles * self.along_n * filled / self.fit, 1.0)
@@ -246,7 +254,7 @@ class Work:
     def straddled(self, m: int) -> float:
         """Microseconds more for tiles that have rows of two groups, where a block is half idle in each."""
         kind = self.kind
-        tall = self.profile.config.subs == 2
+        tall = self.rows > 128
         if kind.grouping != "contiguous" or not (tall and PART_ROWS <= kind.alignment < self.rows):
             return 0.0
         shared = kind.groups * min(1 - kind.alignment / self.rows, m / self.rows)
@@ -269,10 +277,21 @@ class Work:
             compute += self.straddled(m) - self.left_out(m, waves)
         fill = FIRST_LOAD + max(waves * self.fill, tiles * self.card_fill)
         busy = math.pow(compute**FILL_NEARNESS + fill**FILL_NEARNESS, 1 / FILL_NEARNESS)
+        if self.grouped:
+            busy *= self.tiles_again(tiles)
         mixed: float = floor.mixed + (busy * self.profile.odd) ** NEARNESS
         if self.grouped:
             mixed += (floor.memory * self.reading(tiles)) ** NEARNESS - floor.memory**NEARNESS
         return self.alone + math.pow(mixed, 1 / NEARNESS)
+
+    def again(self, tiles: float) -> float:
+        """Of the tiles of B the share that a second tile of a group's rows reads again, at most all."""
+        return min(max(tiles / (self.kind.groups * self.along_n) - 1, 0.0), 1.0)
+
+    def tiles_again(self, tiles: float) -> float:
+        """How much longer the work of the blocks takes where second tiles of a group meet the same B."""
+        counted = self.kind.grouping in OWN_A and not self.profile.config.swap
+        return 1 + TILES_AGAIN * self.again(tiles) * counted
 
     def reading(self, tiles: float) -> float:
         """How much longer than its floor reading takes: where the last tiles of B do not keep all SMs at it,
@@ -283,8 +302,7 @@ class Work:
         counted = self.kind.grouping in OWN_A and once > self.fit
         last = -(-once // self.fit) * self.fit / once - 1 if counted else 0.0
         wide = not self.profile.config.swap and self.rows > PART_ROWS
-        again = min(max(tiles / once - 1, 0.0), 1.0)
-        return 1 + LAST_WAVE * max(last - FULL_WAVE, 0.0) + READ_AGAIN * again + WIDE_READ * wide
+        return 1 + LAST_WAVE * max(last - FULL_WAVE, 0.0) + READ_AGAIN * self.again(tiles) + WIDE_READ * wide
 
     def cost(self, m: int, floor: Floor) -> Cost:
         waves, profile = self.waves(m), self.profile

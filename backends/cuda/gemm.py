@@ -25,7 +25,7 @@ from .launch import Launcher, LaunchSpec, MapSpec, current_stream, make_launcher
 from .operands import BLOCK, NONE, K, Operands, Stored, plan_operands
 from .plans import Choice, GemmTask, Settings, choose
 from .source import SCALE_ROW, SMEM_BYTES, GemmConfig, gemm_source
-from .tiling import BOX_COLUMNS, CHUNK_ROWS, FP4_BYTES, K_BYTES, OWN_A
+from .tiling import BOX_COLUMNS, CHUNK_ROWS, FP4_BYTES, K_BYTES, OWN_A, rows_loaded
 from .workspace import workspace, workspace_bytes
 
 BOX = (16, BOX_COLUMNS)  # rows and columns of D that a warp stores at once
@@ -226,12 +226,12 @@ def launch_spec(
     order = ("b", "a") if config.swap else ("a", "b")
     grouped = {"a": problem.grouping in OWN_A, "b": problem.grouping != "dense"}
     maps, pointers = [], [(Params.d.offset, slots[D])]
-    for side, name, rows, kind in (
-        ("p", order[0], config.block_p, config.scale_p),
-        ("q", order[1], config.block_q, config.scale_q),
+    for side, name, loaded, rows, kind in (
+        ("p", order[0], rows_loaded(config), config.block_p, config.scale_p),
+        ("q", order[1], config.block_q, config.block_q, config.scale_q),
     ):
         x, sf, slot, sf_slot = sides[name]
-        maps.append(_operand_map(f"{side}_map", slots[slot], x, rows, name, grouped[name]))
+        maps.append(_operand_map(f"{side}_map", slots[slot], x, loaded, name, grouped[name]))
         setattr(params, f"rows_{side}", x.shape[0])
         setattr(params, f"tiles_{side}", ceil_div(x.shape[0], rows))
         if sf is None:

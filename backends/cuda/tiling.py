@@ -126,6 +126,20 @@ def tile_boxes(config: GemmConfig) -> int:
     return config.subs * (config.block_q // BOX_COLUMNS)
 
 
+def carries(config: GemmConfig) -> bool:
+    """Whether a warp of the producer's warpgroup sends off the boxes of a tile: ``Layout::kCarries``."""
+    at_once = config.tma_store and config.boxes == tile_boxes(config)
+    room = config.consumers > 1 and config.block_q < 256  # in registers
+    return at_once and room and not (config.stream or config.p_fp4 or config.q_fp4)
+
+
+def rows_loaded(config: GemmConfig) -> int:
+    """Rows of P that one copy loads: where groups end inside of a tile, parts without rows are not loaded
+    (``Layout::kPartLoads``)."""
+    by_parts = config.grouping != "dense" and not (config.swap or config.p_fp4)
+    return PART_ROWS if by_parts else config.block_p
+
+
 def stage_bytes(config: GemmConfig) -> int:
     """Bytes of one stage of the ring, its row scales left out: ``Layout::kStageBytes``."""
     rows_q = _up(config.block_q, CHUNK_ROWS) if config.q_mn_major else config.block_q
@@ -157,7 +171,7 @@ def shared_bytes(config: GemmConfig, stages: int = 0) -> int:
     owned_units = -(-config.block_p // 8 // config.split)
     gathered = config.split * owned_units * 8 * (config.block_q * 4 + 32)
     parts = gathered if config.swap or config.split > 1 else 0
-    barriers = (3 if packed_bytes(config) else 2) * stages + 1
+    barriers = (3 if packed_bytes(config) else 2) * stages + 1 + 2 * config.consumers * carries(config)
     slots = 0
     if config.grouping != "dense":
         barriers += 2 * SLOTS

@@ -57,6 +57,12 @@ struct Output {
         return !L::kGrouped || (m + 16 <= of.end && !of.mixed && (L::kGroupedA || m >= of.begin));
     }
 
+    // Whether one of sixteen rows from m on may be written.
+    __device__ __forceinline__ static bool any(u32 m, const Rows& of) {
+        const u32 end = C::kGrouping == kPsum ? max(of.end, of.zeros) : of.end;
+        return !L::kGrouped || (m < end && (L::kGroupedA || m + 16 > of.begin));
+    }
+
     // Where column n of the product is in a row of D: after the holes of the heads before it.
     __device__ __forceinline__ u32 place(u32 n) const {
         if (L::kGrouped || params.head_width == 0)

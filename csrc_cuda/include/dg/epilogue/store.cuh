@@ -6,6 +6,15 @@
 
 namespace dg::sm90 {
 
+// A box goes to its place in D.
+template <class C>
+__device__ __forceinline__ void send_box(const Params& params, Shared box, u32 column, u32 row, u32 group) {
+    if constexpr (Layout<C>::kGroupedA)
+        tma_store(&params.d_map, box, column, row, group);
+    else
+        tma_store(&params.d_map, box, column, row);
+}
+
 template <class C, class Instruction>
 struct Store {
     using L = Layout<C>;
@@ -18,11 +27,12 @@ struct Store {
     const Params& params;
     Room<C> room;
     Output<C> out;
+    u32 free = 1;  // with kCarries, the parity of the barrier that tells that the boxes are
 
     __device__ __forceinline__ Store(const Params& all, const Room<C>& block)
         : params(all), room(block), out(all) {}
 
-    __device__ __forceinline__ void run(Totals& total, Me& me, Tile tile) const {
+    __device__ __forceinline__ void run(Totals& total, Me& me, Tile tile) {
         scale_rows<C, Instruction>(total, me, tile);
         const Rows of = L::kGrouped ? Rows::of(tile) : Rows{};
         if constexpr (L::kGather) {
@@ -65,9 +75,10 @@ struct Store {
     }
 
     // Boxes of 16 rows by 64 columns: a warp writes as many as it has room for to shared memory and goes on while
-    // bulk copies take them away. Where some of the rows are not the tile's, the warp copies the others.
+    // bulk copies take them away, its own or the carrier's (carry.cuh). Where some of the rows are not the tile's,
+    // the warp copies the others.
     __device__ __forceinline__ void bulk(const Totals& total, const Me& me, const Tile& tile,
-                                         const Rows& of) const {
+                                         const Rows& of) {
         constexpr u32 kPanels = C::kBlockQ / kBoxColumns;
         const u32 warp = __shfl_sync(0xffffffff, me.warp, 0);  // known to be the same in all lanes
         const Shared boxes = room.base + L::kStoreOffset + (me.w * 4 + warp) * C::kBoxes * kBoxBytes;
@@ -81,9 +92,7 @@ struct Store {
         for (u32 first = 0; first < L::kTileBoxes; first += C::kBoxes) {
             constexpr u32 kAll = L::kTileBoxes;
             const u32 end = first + C::kBoxes < kAll ? first + C::kBoxes : kAll;
-            if (leader)
-                tma_store_wait_read<0>();  // what was here before has left
-            __syncwarp();
+            wait_free(me, leader);
 #pragma unroll
             for (u32 box = first; box < end; ++box) {
                 const Shared at = boxes + (box - first) * kBoxBytes + row * 128;
@@ -96,6 +105,9 @@ struct Store {
             }
             fence_async_shared();
             __syncwarp();
+            if constexpr (L::kCarries)
+                if (leader)
+                    mbarrier_arrive(room.filled(me.w));
 #pragma unroll
             for (u32 sub = 0; sub < C::kSubs; ++sub) {
                 const u32 from = max(first, sub * kPanels), to = min(end, (sub + 1) * kPanels);
@@ -103,14 +115,14 @@ struct Store {
                 if (from >= to)
                     continue;
                 if (out.whole(row, of)) {
-                    if (leader) {
+                    if (!L::kCarries && leader) {
 #pragma unroll
                         for (u32 box = from; box < to; ++box)
-                            bulk_copy(boxes + (box - first) * kBoxBytes, column + box % kPanels * kBoxColumns,
-                                      row, tile.group);
+                            send_box<C>(params, boxes + (box - first) * kBoxBytes,
+                                        column + box % kPanels * kBoxColumns, row, tile.group);
                         tma_store_commit();
                     }
-                } else {
+                } else if (C::kElementBytes == 2 || out.any(row, of)) {  // no register is left in bfloat16 tiles
 #pragma unroll 1
                     for (u32 box = from; box < to; ++box)
                         copy(boxes + (box - first) * kBoxBytes, column + box % kPanels * kBoxColumns, row,
@@ -134,16 +146,22 @@ struct Store {
             out.put8_packed(out.line(row0 + row, tile, of), column + piece * 8,
                             load_shared4(box + row * 128 + ((piece ^ row % 8) * 16)));
     }
-    __device__ __forceinline__ void bulk_copy(Shared box, u32 column, u32 row, u32 group) const {
-        if constexpr (L::kGroupedA)
-            tma_store(&params.d_map, box, column, row, group);
-        else
-            tma_store(&params.d_map, box, column, row);
+
+    // Until what was in the boxes before has left.
+    __device__ __forceinline__ void wait_free(const Me& me, bool leader) {
+        if constexpr (L::kCarries) {
+            mbarrier_wait(room.free(me.w), free);
+            free ^= 1;
+        } else {
+            if (leader)
+                tma_store_wait_read<0>();
+            __syncwarp();
+        }
     }
 
     // Shared memory ends with the block: what leaves from it must have been read.
     __device__ __forceinline__ void finish() const {
-        if constexpr (C::kTmaStore)
+        if constexpr (C::kTmaStore && !L::kCarries)
             if (elect_one())
                 tma_store_wait_read<0>();
     }

@@ -3,7 +3,7 @@
 //
 // One thread fills a ring of K blocks, 128 bytes of every row, with the row scales that belong to them
 // (load.cuh), FP4 by way of warps that unpack it (unpack.cuh); consumer warpgroups multiply them (multiply.cuh)
-// and store the tile (store.cuh). The blocks walk the tiles in waves, which each thread computes (tiles.cuh) or,
+// and store the tile (store.cuh, carry.cuh). The blocks walk the tiles in waves, which each thread computes (tiles.cuh) or,
 // of groups, one warp finds out (groups.cuh). What Config's constants mean, and which go together, says
 // sm90_layout.cuh.
 //
@@ -11,8 +11,8 @@
 // their slots are held until that one is done with.
 #pragma once
 
+#include <dg/epilogue/carry.cuh>
 #include <dg/epilogue/parts.cuh>
-#include <dg/epilogue/store.cuh>
 #include <dg/mma/load.cuh>
 #include <dg/mma/unpack.cuh>
 #include <dg/scheduler/groups.cuh>
@@ -34,7 +34,13 @@ __device__ __forceinline__ void make_barriers(const Params& params, const Room<C
     if constexpr (L::kGrouped)
         for (u32 s = 0; s < kSlots; ++s) {
             mbarrier_init(room.given() + s * 8, 1);
-            mbarrier_init(room.taken() + s * 8, 1 + (L::kUnpacks ? kUnpackers : 0) + C::kConsumers * 4);
+            mbarrier_init(room.taken() + s * 8,
+                          1 + (L::kUnpacks ? kUnpackers : 0) + L::kCarries + C::kConsumers * 4);
+        }
+    if constexpr (L::kCarries)
+        for (u32 w = 0; w < C::kConsumers; ++w) {
+            mbarrier_init(room.filled(w), 4);
+            mbarrier_init(room.free(w), 1);
         }
     if constexpr (C::kSplit > 1) {
         const u32 units = (L::kUnits + C::kSplit - 1 - room.rank) / C::kSplit;  // that this block owns
@@ -56,7 +62,7 @@ __device__ __forceinline__ auto tiles_of(const Params& params, const Room<C>& ro
 template <class C, class Instruction, class Work>
 __device__ __forceinline__ void consume(const Params& params, const Room<C>& room, const Work& tiles, u32 w) {
     Multiplier<C, Instruction> me(params, room, w);
-    const Store<C, Instruction> store(params, room);
+    Store<C, Instruction> store(params, room);
     if (w + 1 == C::kConsumers)
         me.pass_turn();  // the first turn belongs to warpgroup 0
     using Me = Multiplier<C, Instruction>;
@@ -94,6 +100,30 @@ __device__ __forceinline__ void consume(const Params& params, const Room<C>& roo
         me.take_turn();  // takes the turn that is left over, so that the barrier ends as it began
 }
 
+// What a warp of the producer's warpgroup does. Each has a way out of its own: what another one needs takes none of
+// its registers.
+template <class C, class Work>
+__device__ __forceinline__ void produce(const Params& params, const Room<C>& room, const Work& tiles, u32 role) {
+    using L = Layout<C>;
+    if (role == 0) {
+        if (elect_one())
+            Loader<C>{params, room}.run(tiles);
+        return;
+    }
+    if constexpr (L::kGrouped)
+        if (role == 1)
+            return Scheduler<C>(params, room).run();
+    if constexpr (L::kCarries)
+        if (role == 2) {
+            if (elect_one())
+                Carrier<C>{params, room}.run(tiles);
+            return;
+        }
+    if constexpr (L::kUnpacks)
+        if (role >= 4 - kUnpackers)
+            Unpacker<C>{room}.run(tiles);
+}
+
 template <class C, class Instruction>
 __device__ __forceinline__ void gemm(const Params& params) {
     using L = Layout<C>;
@@ -115,20 +145,10 @@ __device__ __forceinline__ void gemm(const Params& params) {
     const u32 warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
     if (warp < 4) {
         registers_down<C::kProducerRegisters>();
-        if (warp == 0) {
-            if (elect_one())
-                Loader<C>{params, room}.run(tiles);
-            __syncwarp();
-        }
         // Known to be the same number, the roles would be reached through a table of addresses.
         u32 role = warp;
         keep(role);
-        if constexpr (L::kGrouped)
-            if (role == 1)
-                Scheduler<C>(params, room).run();
-        if constexpr (L::kUnpacks)
-            if (role >= 4 - kUnpackers)
-                Unpacker<C>{room}.run(tiles);
+        produce<C>(params, room, tiles, role);
     } else {
         registers_up<C::kConsumerRegisters>();
         consume<C, Instruction>(params, room, tiles, warp / 4 - 1);

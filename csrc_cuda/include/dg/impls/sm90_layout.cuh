@@ -118,17 +118,28 @@ struct Layout {
     // Sums on their way to D's layout, or to the block of the cluster that adds the parts: from each block
     // the units of 8 rows of P that this one owns. 32 bytes more a row put four rows into different banks.
     static constexpr bool kGather = C::kSwap || C::kSplit > 1;
-    // The totals of a tile leave by bulk copies under the first products of the next one, which have registers of
-    // their own. With other scales than those of blocks wide tiles would spill; three warpgroups take 2 % longer so.
-    static constexpr bool kBehind = C::kScaleP == kScaleRow && C::kScaleQ == kScaleBlock && C::kTmaStore &&
-                                    !C::kStream && C::kConsumers == 2;
+    // A tile's first K block stands by itself: under its products the next tile is looked up. Other scales than
+    // those of blocks would make wide tiles spill.
+    static constexpr bool kAlone =
+        C::kScaleP == kScaleRow && C::kScaleQ == kScaleBlock && C::kTmaStore && !C::kStream && C::kConsumers >= 2;
+    // And the totals of the tile before leave under them, which have registers of their own. Three warpgroups would
+    // take 2 % longer so.
+    static constexpr bool kBehind = kAlone && C::kConsumers == 2;
+    // A warp that has nothing else to do sends off what the consumers have put into boxes. In wide tiles of a single
+    // consumer, and in some of 256 columns, there is no register left for it.
+    static constexpr bool kCarries = C::kTmaStore && C::kBoxes == kTileBoxes && C::kConsumers > 1 &&
+                                     C::kBlockQ < 256 && !C::kStream && !kUnpacks;
+    // P is loaded 64 rows at a time, and those without a row of the group are not.
+    static constexpr bool kPartLoads = kGrouped && !C::kSwap && !C::kPFp4;
     static constexpr u32 kUnits = kBlockP / 8, kOwnedUnits = cdiv(kUnits, C::kSplit);
     static constexpr u32 kPartRow = C::kBlockQ * 4 + 32;
     static constexpr u32 kPartOffset = kStoreOffset + kStoreBytes;
     static constexpr u32 kPartBytes = kGather ? C::kSplit * kOwnedUnits * 8 * kPartRow : 0;
     static constexpr u32 kBarrierOffset = kPartOffset + kPartBytes;
-    // Barriers of stages (full, empty, packed), of the parts of a split tile, and of slots (given, taken).
-    static constexpr u32 kBarriers = (kUnpacks ? 3 : 2) * C::kStages + 1 + (kGrouped ? 2 * kSlots : 0);
+    // Barriers of stages (full, empty, packed), of the parts of a split tile, of slots (given, taken), and of each
+    // consumer's boxes (filled, free).
+    static constexpr u32 kBarriers = (kUnpacks ? 3 : 2) * C::kStages + 1 + (kGrouped ? 2 * kSlots : 0) +
+                                     (kCarries ? 2 * C::kConsumers : 0);
     static constexpr u32 kSlotOffset = align(kBarrierOffset + kBarriers * 8, kGrouped ? 16u : 8u);
     static constexpr u32 kBytes =
         kSlotOffset + (kGrouped ? kSlots * kSlotBytes : 0) + 1024;  // 1024 to align the start
@@ -140,6 +151,7 @@ struct Layout {
     static_assert(!kUnpacks || C::kElementBytes == 1, "FP4 becomes FP8");
     static_assert(!(C::kPMnMajor || C::kQMnMajor) || C::kElementBytes == 2, "FP8 is multiplied K-major");
     static_assert(!C::kTmaStore || (C::kBoxes > 0 && C::kBoxes <= kTileBoxes), "a box has 64 columns");
+    static_assert(!kBehind || kAlone, "a tile leaves under the first K block of the next one");
     static_assert(C::kScaleSteps == 1 || (C::kScaleP == kScaleRow && C::kScaleQ == kScaleRow && !C::kPairs),
                   "scales of 32 of K belong to single rows on both sides");
     static_assert(!C::kScaleKMajor || C::kScaleP != kScaleRow || C::kScaleQ != kScaleRow,
@@ -171,6 +183,10 @@ struct Room {
     __device__ __forceinline__ Shared packed() const { return parts + 8; }  // barriers of packed stages
     __device__ __forceinline__ Shared given() const { return packed() + (L::kUnpacks ? C::kStages * 8 : 0); }
     __device__ __forceinline__ Shared taken() const { return given() + kSlots * 8; }
+    __device__ __forceinline__ Shared filled(u32 w) const {
+        return given() + (L::kGrouped ? 2 * kSlots * 8 : 0) + w * 8;
+    }
+    __device__ __forceinline__ Shared free(u32 w) const { return filled(C::kConsumers + w); }
     __device__ __forceinline__ Shared slot(u32 i) const { return base + L::kSlotOffset + i * kSlotBytes; }
     __device__ __forceinline__ Shared packed_p(u32 s) const {
         return base + L::kPackedOffset + s * L::kPackedStage;

@@ -150,15 +150,15 @@ struct Multiplier {
             total[i] = 0.0f;
     }
 
-    // Multiplies one tile. Where a group has fewer rows than the tile, 64-row parts without any are left out. With
-    // kBehind `behind` is called once the first products are on their way, which all parts have, and tells the tile
-    // that follows; until then `total` is the tile's before.
+    // Multiplies one tile. Where a group has fewer rows than the tile, 64-row parts without any are left out.
+    // `behind` tells the tile that follows. With kAlone it is called once the first products are on their way, which
+    // all parts have; until then `total` is the tile's before.
     template <class Behind>
     __device__ __forceinline__ void run(Totals& total, Tile tile, Behind behind) {
         Factor f{};
         blocks.begin(tile, first_tile);
         Tile following = tile;
-        if constexpr (L::kBehind) {
+        if constexpr (L::kAlone) {
             f = blocks.at(0, tile, tile);
             if constexpr (kSpelled)
                 next.p = p, next.q = q;
@@ -197,9 +197,9 @@ struct Multiplier {
 
     // None: the stages and the turns of the tile go by.
     __device__ __forceinline__ void idle(Tile tile, Tile following) {
-        for (u32 k = tile.first_k + L::kBehind; k < tile.last_k; ++k) {
+        for (u32 k = tile.first_k + L::kAlone; k < tile.last_k; ++k) {
             const Stage stage = wait_full();
-            if (!C::kPairs || (k - tile.first_k - L::kBehind) % 2 == 0)
+            if (!C::kPairs || (k - tile.first_k - L::kAlone) % 2 == 0)
                 pass_turns<C::kSubs * C::kScaleSteps>();
             __syncwarp();  // no lane waits for the stage any more: here is no product that holds them together
             room.release(stage.index, lane);
@@ -238,9 +238,9 @@ struct Multiplier {
     __device__ __forceinline__ void promote(Totals& total, Factor& f, Tile tile, Tile following) {
         const u32 count = tile.last_k - tile.first_k;
         auto scales = [&](u32 block) { return blocks.at(block, tile, following); };
-        if constexpr (!L::kBehind)
+        if constexpr (!L::kAlone)
             f = scales(0);
-        u32 block = L::kBehind;
+        u32 block = L::kAlone;
         if constexpr (C::kPairs)
             for (; block + 1 < count; block += 2)
                 promote_two(total[0], f, tile.first_k + block, block, scales);
@@ -262,8 +262,8 @@ struct Multiplier {
         }
     }
 
-    // A tile's first K block stands by itself with kBehind. Most tiles begin at stage 0: K is a multiple of the ring.
-    static constexpr u32 kFirstStage = L::kBehind ? 1 % C::kStages : 0;
+    // A tile's first K block stands by itself with kAlone. Most tiles begin at stage 0: K is a multiple of the ring.
+    static constexpr u32 kFirstStage = L::kAlone ? 1 % C::kStages : 0;
 
     // The K blocks in the stages from kStage to the one before kFirstStage, as many as are left.
     template <u32 kParts, u32 kStage, class Scales>
