@@ -337,8 +337,8 @@ struct Record {
 // A row of a tile.
 struct RowRecord {
     i64 d, c;
-    u32 wanted, zero, whole;  // whole: of the 16 rows from the last multiple of 16 on
-    u32 unused;
+    u32 wanted, zero;
+    u32 whole, any;  // of the 16 rows from the last multiple of 16 on
 };
 
 std::vector<Record> records;
@@ -385,7 +385,12 @@ struct Block {
             for (u32 i = lane; i < kRowsA; i += kLanes) {
                 const dg::sm90::Line line = out.line(first + i, tile, of);
                 row_records[count * kRowsA + i] = {
-                    line.d, line.c, line.wanted, line.zero, out.whole(first + i / 16 * 16, of), 0};
+                    line.d,
+                    line.c,
+                    line.wanted,
+                    line.zero,
+                    out.whole(first + i / 16 * 16, of),
+                    out.any(first + i / 16 * 16, of)};
             }
             ++count;
         };

@@ -60,7 +60,7 @@ RECORD = np.dtype(
     + [(f"next_{name}", np.uint32) for name in ("row_p", "row_q", "last_k", "group")]
 )
 ROW = np.dtype(
-    [("d", np.int64), ("c", np.int64)] + [(name, np.uint32) for name in ("wanted", "zero", "whole", "unused")]
+    [("d", np.int64), ("c", np.int64)] + [(name, np.uint32) for name in ("wanted", "zero", "whole", "any")]
 )
 
 
@@ -181,6 +181,7 @@ def check(built: Built, case: Case) -> Grid:
     check_rows(grid, case)
     check_bulk(grid, case)
     check_shares(grid, case)
+    check_order(grid, case)
     return grid
 
 
@@ -247,6 +248,7 @@ def check_bulk(grid: Grid, case: Case) -> None:
     parts = grid.rows_a // 16
     product = ((rows["wanted"] != 0) & (rows["zero"] == 0))[:, : parts * 16].reshape(len(rows), parts, 16)
     whole, mixed = rows["whole"][:, : parts * 16 : 16] != 0, grid.tiles["mixed"] != 0
+    assert (rows["wanted"] <= rows["any"]).all()
     assert (whole <= product.all(2)).all()
     assert (whole[~mixed] == product.all(2)[~mixed]).all()
     if layout.grouping == "contiguous":
@@ -256,6 +258,18 @@ def check_bulk(grid: Grid, case: Case) -> None:
         assert (mixed == (own.sum(1) < behind - first)).all()
     else:
         assert (mixed != ordered(layout)).all()
+
+
+def check_order(grid: Grid, case: Case) -> None:
+    """Of masked groups with one large tile each those of few parts of 64 rows come last."""
+    layout = case.layout
+    counts = np.clip(np.array(layout.values, np.int64), 0, layout.rows)
+    one_each = layout.groups <= 32 and counts.max(initial=0) <= grid.rows_a
+    if layout.grouping != "masked" or grid.rows_a <= 128 or not one_each:
+        return
+    parts = -(-counts[grid.tiles["group"]] // 64)
+    same_block = grid.tiles["block"][1:] == grid.tiles["block"][:-1]
+    assert (parts[1:] <= parts[:-1])[same_block].all()
 
 
 def check_shares(grid: Grid, case: Case) -> None:
@@ -446,7 +460,10 @@ FAULTS = (
     ("psum", "scheduler/groups.cuh", "cdiv(last - first, kRowsA)", "cdiv(last - mine.first, kRowsA)"),
     ("psum", "scheduler/groups.cuh", "mine.first / kFirstRows * kFirstRows", "mine.first"),
     ("masked", "epilogue/output.cuh", "line.wanted = m < of.end", "line.wanted = m <= of.end"),
-    ("masked", "scheduler/groups.cuh", "sum <= within", "sum < within"),
+    ("masked", "scheduler/groups.cuh", "within - places.begin < own", "within - places.begin <= own"),
+    ("masked", "scheduler/groups.cuh", "mine == parts ? own", "mine >= parts ? own"),
+    ("masked", "scheduler/groups.cuh", "tiles_a > 1 ? kRowsA", "tiles_a > 9 ? kRowsA"),
+    ("psum", "epilogue/output.cuh", "max(of.end, of.zeros)", "of.end"),
     ("batched", "scheduler/tiles.cuh", "rest % height", "rest % kMostTiles"),
     ("batched", "scheduler/groups.cuh", "ring.parity ^ 1", "ring.parity"),
     ("batched", "scheduler/groups.cuh", "t += last ? 1", "t += last ? 0"),
@@ -462,7 +479,9 @@ def test_faults_are_seen(tmp_path: Path, grouping: str, name: str, right: str, w
     text = header.read_text()
     assert text.count(right) == 1
     header.write_text(text.replace(right, wrong))
-    code = build(tmp_path / "built", configs(grouping)[1:5:3], tmp_path / "include")
+    # The normal way and swapped; tiles of masked groups that are dealt out in an order of their own.
+    some = slice(2, 5, 2) if grouping == "masked" else slice(1, 5, 3)
+    code = build(tmp_path / "built", configs(grouping)[some], tmp_path / "include")
 
     @settings(
         max_examples=1000, deadline=None, derandomize=True, database=None, phases=[Phase.generate],

@@ -160,6 +160,27 @@ struct Scheduler {
     // are contiguous, which is bfloat16.
     static constexpr u32 kFirstRows = 16 / ((C::kSwap ? C::kQMnMajor : C::kPMnMajor) ? 2 : sizeof(float));
 
+    // Whether groups whose one tile has few rows come last. Tiles of two and of four parts of 64 rows take up to twice
+    // as long as those of one: by chance, some blocks would get all of the long ones.
+    static constexpr bool kShortLast = C::kGrouping == kMasked && !C::kSwap && kRowsA > 128;
+
+    // Where a lane's tiles begin among those of 32 groups, and how many there are.
+    struct Places {
+        u32 begin, all;
+    };
+    __device__ __forceinline__ Places in_order(u32 own, u32 most_rows) const {
+        Places found{0, 0};
+        const u32 mine = kShortLast ? cdiv(most_rows, 64u) : 1;
+#pragma unroll 1
+        for (u32 parts = kShortLast ? kRowsA / 64 : 1; parts > 0; --parts) {
+            const u32 sum = scan(mine == parts ? own : 0);
+            if (mine == parts)
+                found.begin = found.all + sum - own;
+            found.all += __shfl_sync(0xffffffff, sum, 31);
+        }
+        return found;
+    }
+
     // Counts or ends: the groups' tiles one after the other. A lane knows the tiles of one group, 32 groups at a
     // time; a scan over them tells where each begins.
     __device__ __forceinline__ void by_ends() {
@@ -173,15 +194,15 @@ struct Scheduler {
             const Stretch mine = owners.stretch(base + lane);
             const u32 first = mine.first / kFirstRows * kFirstRows, last = max(mine.end, mine.zeros);
             const u32 tiles_a = last > mine.first ? cdiv(last - first, kRowsA) : 0;
-            const u32 sum = scan(tiles_a * tiles_b);
-            const u32 all = __shfl_sync(0xffffffff, sum, 31);
-            for (; t < before + all; next_wave(t)) {
+            const u32 own = tiles_a * tiles_b;
+            const Places places = in_order(own, tiles_a > 1 ? kRowsA : last - first);
+            for (; t < before + places.all; next_wave(t)) {
                 const u32 within = static_cast<u32>(t - before);
-                const u32 index =
-                    __popc(__ballot_sync(0xffffffff, sum <= within));  // lanes whose tiles end before
+                // The lane whose tile it is.
+                const u32 index = __ffs(__ballot_sync(0xffffffff, within - places.begin < own)) - 1;
                 const u32 own_a = __shfl_sync(0xffffffff, tiles_a, index),
                           own_first = __shfl_sync(0xffffffff, first, index);
-                const u32 begin = __shfl_sync(0xffffffff, sum, index) - own_a * tiles_b;
+                const u32 begin = __shfl_sync(0xffffffff, places.begin, index);
                 const Band<C> at = C::kSwap ? Band<C>(within - begin, tiles_b, own_a)
                                             : Band<C>(within - begin, own_a, tiles_b);
                 Tile found = tile(C::kSwap ? at.q : at.p, C::kSwap ? at.p : at.q, own_first, base + index);
@@ -192,7 +213,7 @@ struct Scheduler {
                     found.last_k = 1;  // only rows that become zero
                 give(found, own);
             }
-            before += all;
+            before += places.all;
         }
     }
 };
