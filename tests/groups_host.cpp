@@ -339,6 +339,7 @@ struct RowRecord {
     i64 d, c;
     u32 wanted, zero;
     u32 whole, any;  // of the 16 rows from the last multiple of 16 on
+    u32 loaded, unused;
 };
 
 std::vector<Record> records;
@@ -382,6 +383,7 @@ struct Block {
                 fail("lanes of a warp see different tiles");
             }
             const u32 first = C::kSwap ? tile.row_q : tile.row_p;
+            const auto parts = dg::sm90::Loaded<C>::of(tile);
             for (u32 i = lane; i < kRowsA; i += kLanes) {
                 const dg::sm90::Line line = out.line(first + i, tile, of);
                 row_records[count * kRowsA + i] = {
@@ -390,7 +392,9 @@ struct Block {
                     line.wanted,
                     line.zero,
                     out.whole(first + i / 16 * 16, of),
-                    out.any(first + i / 16 * 16, of)};
+                    out.any(first + i / 16 * 16, of),
+                    !L::kPartLoads || (parts.from <= i / 64 && i / 64 < parts.to),
+                    0};
             }
             ++count;
         };

@@ -60,7 +60,8 @@ RECORD = np.dtype(
     + [(f"next_{name}", np.uint32) for name in ("row_p", "row_q", "last_k", "group")]
 )
 ROW = np.dtype(
-    [("d", np.int64), ("c", np.int64)] + [(name, np.uint32) for name in ("wanted", "zero", "whole", "any")]
+    [("d", np.int64), ("c", np.int64)]
+    + [(name, np.uint32) for name in ("wanted", "zero", "whole", "any", "loaded", "unused")]
 )
 
 
@@ -243,12 +244,13 @@ def check_rows(grid: Grid, case: Case) -> None:
 
 def check_bulk(grid: Grid, case: Case) -> None:
     """Sixteen rows leave by one bulk copy where all are the product's, and no tile of one owner asks row by
-    row."""
+    row. Rows of A that the product needs are loaded."""
     rows, layout = grid.rows, case.layout
     parts = grid.rows_a // 16
     product = ((rows["wanted"] != 0) & (rows["zero"] == 0))[:, : parts * 16].reshape(len(rows), parts, 16)
     whole, mixed = rows["whole"][:, : parts * 16 : 16] != 0, grid.tiles["mixed"] != 0
     assert (rows["wanted"] <= rows["any"]).all()
+    assert (product <= rows["loaded"][:, : parts * 16].reshape(product.shape)).all()
     assert (whole <= product.all(2)).all()
     assert (whole[~mixed] == product.all(2)[~mixed]).all()
     if layout.grouping == "contiguous":
@@ -463,6 +465,18 @@ FAULTS = (
     ("masked", "scheduler/groups.cuh", "within - places.begin < own", "within - places.begin <= own"),
     ("masked", "scheduler/groups.cuh", "mine == parts ? own", "mine >= parts ? own"),
     ("masked", "scheduler/groups.cuh", "tiles_a > 1 ? kRowsA", "tiles_a > 9 ? kRowsA"),
+    (
+        "masked",
+        "scheduler/rows.cuh",
+        "min(cdiv(rows.end - tile.row_p, 64u)",
+        "min((rows.end - tile.row_p) / 64",
+    ),
+    (
+        "contiguous",
+        "scheduler/rows.cuh",
+        "(rows.begin - tile.row_p) / 64",
+        "cdiv(rows.begin - tile.row_p, 64u)",
+    ),
     ("psum", "epilogue/output.cuh", "max(of.end, of.zeros)", "of.end"),
     ("batched", "scheduler/tiles.cuh", "rest % height", "rest % kMostTiles"),
     ("batched", "scheduler/groups.cuh", "ring.parity ^ 1", "ring.parity"),

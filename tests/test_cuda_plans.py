@@ -263,7 +263,7 @@ GROUPED_GOLDEN = {
     ("masked", 32, 20, 7168, 3072): "sm90_fp8_gemm_q48_s8_masked_swap_sp1_sq2_pr40_cr232",
     ("masked", 6, 20, 4096, 2048): "sm90_fp8_gemm_q48_s14_c1_masked_swap_sp1_sq2_pr40_cr232",
     ("contiguous", 8, 4096, 6144, 7168): "sm90_fp8_gemm_q192_s4_contiguous_tma_box3_pr40_cr232",
-    ("contiguous", 8, 4096, 4096, 4096): "sm90_fp8_gemm_q128_s4_c3_contiguous_ord_tma_box2_pr40_cr152",
+    ("contiguous", 8, 4096, 4096, 4096): "sm90_fp8_gemm_q128_s4_c3_contiguous_tma_box2_pr40_cr152",
 }
 
 

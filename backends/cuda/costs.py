@@ -22,13 +22,13 @@ from .tiling import (
     OWN_A,
     PART_ROWS,
     GemmTask,
+    carries,
     clusters_that_fit,
     loaded_bytes,
     most_rows,
     packed_bytes,
     tile,
     tile_boxes,
-    carries,
     tiles_of_rows,
     working_blocks,
 )
@@ -71,10 +71,10 @@ ODD, CROSSING = 0.005, 0.0314
 # and K 4096, those of 64 to 136 columns take 37 to 42 us, and 128 weights by 24 rows 34; in 32 groups they
 # are as fast.
 FLAT_GROUPS = 2.0
-# What a tile of 256 rows with those of two groups costs beside what it costs to multiply it twice, in
-# tiles. In 4 and 8 groups of about 4096 to 8192 rows that begin at multiples of 128 they took 5 to 8 %
-# longer than those of 128 rows and 192 columns, and as long where no tile had rows of two; rows before a
-# group's were multiplied too then. Tiles of 192 rows do not show it.
+# What a tile of 192 or 256 rows with those of two groups costs beside what it costs to multiply it twice, in
+# tiles. In 4 and 8 groups of about 4096 to 8192 rows that begin at multiples of 128 those of 256 rows took 5
+# to 8 % longer than those of 128 rows and 192 columns, and as long where no tile had rows of two; in 8 of
+# about 4096, N 6144, K 7168, those of 192 rows took 4 to 5 %, and in 4 of about 8192 as long or less.
 STRADDLE = 2.0
 # Of the products that parts without rows would have, what is saved where one or two warpgroups multiply: the
 # others no longer hide behind them; of groups.
@@ -86,8 +86,9 @@ LEFT_OUT = 0.25
 # groups needs two, took 364 and 32 rows 355. 128 rows a tile took 77 us where 8 groups have 32 rows each, N
 # 4096, K 7168, 73 by the model without it; where 6 and 32 groups have 20, even a fifth more than 64.
 LAST_WAVE, FULL_WAVE, READ_AGAIN, WIDE_READ = 0.28, 0.05, 0.12, 0.06
-# And what second tiles of A as P add to the work of the blocks. Of groups: with about 192 rows in each of 32,
-# tiles of 192 rows took 3 to 7 % longer than without it, and two of 128 rows 1 to 6 %.
+# And what second tiles of A as P add to the work of the blocks, of groups with an A each. Where 32 have about
+# 192 rows each, tiles of 192 rows, of which every other group needs two, took 3 to 7 % longer than the model
+# had it, and those of 128 rows, of which all need two, 2 to 8 %; 256 rows are one tile.
 TILES_AGAIN = 0.08
 BEGIN = 0.82  # us: barriers, tensor maps; fitted
 FIRST_LOAD = 0.58  # us: until the first K block is there, which the curve of reading has in it; fitted

@@ -23,6 +23,7 @@ from .source import GemmConfig
 from .tiling import (
     BOX_COLUMNS,
     DEFAULT,
+    OWN_A,
     STORE_BYTES,
     UNLIMITED,
     config_fields,
@@ -147,8 +148,8 @@ def _swapped(kind: GemmTask, settings: Settings) -> Iterator[tuple[_Shape, int, 
 @functools.lru_cache(maxsize=1024)
 def _normal(kind: GemmTask, n: int, all_boxes: bool, settings: Settings) -> tuple[_Shape, ...]:
     """A as P, tiles of 64 to 256 rows. Scales of rows on both sides lose by taking turns, and so do groups,
-    by up to 3 %, where two warpgroups have one K block in flight each (8 x 4096 x 6144 x 7168, one H200);
-    three of them win up to 1 %."""
+    by up to 3 %, where two warpgroups have one K block in flight each (8 x 4096 x 6144 x 7168, one H200).
+    Three of them win up to 1 % where each group has a matrix A, and lose as much by labels."""
     fp8 = kind.element_bytes == 1
     fp4 = kind.a_fp4 or kind.b_fp4
     ordered = fp8 and "row" not in kind.scales
@@ -165,7 +166,7 @@ def _normal(kind: GemmTask, n: int, all_boxes: bool, settings: Settings) -> tupl
         found.append(_Shape(width, ordered=ordered and not kind.grouped))
         if kind.scales == "block" and not fp4 and width in THREE_WIDTHS:
             # Stores of one warpgroup lie under products of two.
-            found.append(_Shape(width, consumers=3, ordered=kind.grouped))
+            found.append(_Shape(width, consumers=3, ordered=kind.grouping in OWN_A))
         # Beside warps that unpack, the reader of labels would spill in tiles of 256 rows by 64.
         narrow = fp4 and kind.grouping == "contiguous" and width <= BOX_COLUMNS
         if (width in TALL_WIDTHS[kind.element_bytes] or width not in WIDTHS) and not narrow:

@@ -21,8 +21,8 @@ REGISTERS_REST = 24
 STEPS_REST, FP4_REST, PLAIN_STEPS_REST = 12, 29, 39
 # Registers of a producer and of a consumer thread. Split tiles, row scales of Q, MN-major tiles, groups and
 # FP4 take some that 24 do not leave to the producer's branch. Both make 64,512 with two consumers; three take
-# all 65,536, or 63,488 where the producer's branch reads labels.
-REGISTERS, BUSY_REGISTERS, THREE_REGISTERS, LABELS_REGISTERS = (24, 240), (40, 232), (32, 160), (40, 152)
+# all 65,536, or 63,488 where the producer's branch reads labels or end rows.
+REGISTERS, BUSY_REGISTERS, THREE_REGISTERS, LAID_REGISTERS = (24, 240), (40, 232), (32, 160), (40, 152)
 STORE_BYTES = 16  # that a bulk copy writes at once
 MAX_CLUSTER = 8  # blocks; more is not portable between cards of one architecture
 UNLIMITED = 1 << 62
@@ -206,7 +206,7 @@ def registers(config: GemmConfig) -> int:
 def register_split(config: GemmConfig) -> tuple[int, int]:
     """Registers of a producer thread, what its branch needs, and what that leaves to a consumer thread."""
     if config.consumers == 3:
-        return LABELS_REGISTERS if config.grouping == "contiguous" else THREE_REGISTERS
+        return LAID_REGISTERS if config.grouping in ("contiguous", "psum") else THREE_REGISTERS
     busy = (
         config.split > 1 or config.scale_q == SCALE_ROW or config.p_mn_major or config.q_mn_major
         or config.grouping != "dense" or config.p_fp4 or config.q_fp4

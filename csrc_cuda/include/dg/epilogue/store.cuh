@@ -15,6 +15,17 @@ __device__ __forceinline__ void send_box(const Params& params, Shared box, u32 c
         tma_store(&params.d_map, box, column, row);
 }
 
+// Those rows of a box that are written, four at a time: eight lanes have a row, 16 bytes each.
+template <class C>
+__device__ __forceinline__ void copy_box(const Output<C>& out, Shared box, u32 column, u32 row0, u32 lane,
+                                         const Tile& tile, const Rows& of) {
+    const u32 piece = lane % 8;
+#pragma unroll 1
+    for (u32 row = lane / 8; row < 16; row += 4)
+        out.put8_packed(out.line(row0 + row, tile, of), column + piece * 8,
+                        load_shared4(box + row * 128 + ((piece ^ row % 8) * 16)));
+}
+
 template <class C, class Instruction>
 struct Store {
     using L = Layout<C>;
@@ -22,7 +33,8 @@ struct Store {
     using Totals = typename Me::Totals;
     static constexpr u32 kGroups = Promotion<C>::kGroups;
     static constexpr u32 kThreads = kWarpgroup * C::kConsumers;
-    static constexpr u32 kAllBarrier = 4;  // a named barrier, of all consumers
+    static constexpr u32 kPanels = C::kBlockQ / kBoxColumns;  // of boxes
+    static constexpr u32 kAllBarrier = 4;                     // a named barrier, of all consumers
 
     const Params& params;
     Room<C> room;
@@ -34,7 +46,9 @@ struct Store {
 
     __device__ __forceinline__ void run(Totals& total, Me& me, Tile tile) {
         scale_rows<C, Instruction>(total, me, tile);
-        const Rows of = L::kGrouped ? Rows::of(tile) : Rows{};
+        // Rows matter to the carrier alone where all of a tile lies in boxes.
+        constexpr bool kAsks = L::kGrouped && !(L::kCarries && C::kBlockQ % kBoxColumns == 0);
+        const Rows of = kAsks ? Rows::of(tile) : Rows{};
         if constexpr (L::kGather) {
             gather(total, me);
             add_parts(tile, of);
@@ -76,10 +90,9 @@ struct Store {
 
     // Boxes of 16 rows by 64 columns: a warp writes as many as it has room for to shared memory and goes on while
     // bulk copies take them away, its own or the carrier's (carry.cuh). Where some of the rows are not the tile's,
-    // the warp copies the others.
+    // the warp, or the carrier, copies the others.
     __device__ __forceinline__ void bulk(const Totals& total, const Me& me, const Tile& tile,
                                          const Rows& of) {
-        constexpr u32 kPanels = C::kBlockQ / kBoxColumns;
         const u32 warp = __shfl_sync(0xffffffff, me.warp, 0);  // known to be the same in all lanes
         const Shared boxes = room.base + L::kStoreOffset + (me.w * 4 + warp) * C::kBoxes * kBoxBytes;
         const u32 row0 = tile.row_p + me.part + warp * 16, column = tile.row_q;
@@ -105,29 +118,11 @@ struct Store {
             }
             fence_async_shared();
             __syncwarp();
-            if constexpr (L::kCarries)
+            if constexpr (L::kCarries) {
                 if (leader)
                     mbarrier_arrive(room.filled(me.w));
-#pragma unroll
-            for (u32 sub = 0; sub < C::kSubs; ++sub) {
-                const u32 from = max(first, sub * kPanels), to = min(end, (sub + 1) * kPanels);
-                const u32 row = row0 + sub * 64;
-                if (from >= to)
-                    continue;
-                if (out.whole(row, of)) {
-                    if (!L::kCarries && leader) {
-#pragma unroll
-                        for (u32 box = from; box < to; ++box)
-                            send_box<C>(params, boxes + (box - first) * kBoxBytes,
-                                        column + box % kPanels * kBoxColumns, row, tile.group);
-                        tma_store_commit();
-                    }
-                } else if (C::kElementBytes == 2 || out.any(row, of)) {  // no register is left in bfloat16 tiles
-#pragma unroll 1
-                    for (u32 box = from; box < to; ++box)
-                        copy(boxes + (box - first) * kBoxBytes, column + box % kPanels * kBoxColumns, row,
-                             me.lane, tile, of);
-                }
+            } else {
+                leave(boxes, first, end, row0, column, leader, me.lane, tile, of);
             }
         }
         if constexpr (C::kBlockQ % kBoxColumns != 0) {
@@ -137,14 +132,30 @@ struct Store {
         }
     }
 
-    // Those rows of a box that are written, four at a time: eight lanes have a row, 16 bytes each.
-    __device__ __forceinline__ void copy(Shared box, u32 column, u32 row0, u32 lane, const Tile& tile,
-                                         const Rows& of) const {
-        const u32 piece = lane % 8;
+    // The warp's boxes from number `first` to `end` - 1 leave.
+    __device__ __forceinline__ void leave(Shared boxes, u32 first, u32 end, u32 row0, u32 column, bool leader,
+                                          u32 lane, const Tile& tile, const Rows& of) const {
+#pragma unroll
+        for (u32 sub = 0; sub < C::kSubs; ++sub) {
+            const u32 from = max(first, sub * kPanels), to = min(end, (sub + 1) * kPanels);
+            const u32 row = row0 + sub * 64;
+            if (from >= to)
+                continue;
+            if (out.whole(row, of)) {
+                if (leader) {
+#pragma unroll
+                    for (u32 box = from; box < to; ++box)
+                        send_box<C>(params, boxes + (box - first) * kBoxBytes,
+                                    column + box % kPanels * kBoxColumns, row, tile.group);
+                    tma_store_commit();
+                }
+            } else if (C::kElementBytes == 2 || out.any(row, of)) {  // no register is left in bfloat16 tiles
 #pragma unroll 1
-        for (u32 row = lane / 8; row < 16; row += 4)
-            out.put8_packed(out.line(row0 + row, tile, of), column + piece * 8,
-                            load_shared4(box + row * 128 + ((piece ^ row % 8) * 16)));
+                for (u32 box = from; box < to; ++box)
+                    copy_box(out, boxes + (box - first) * kBoxBytes, column + box % kPanels * kBoxColumns,
+                             row, lane, tile, of);
+            }
+        }
     }
 
     // Until what was in the boxes before has left.

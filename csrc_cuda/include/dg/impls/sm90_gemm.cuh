@@ -3,9 +3,9 @@
 //
 // One thread fills a ring of K blocks, 128 bytes of every row, with the row scales that belong to them
 // (load.cuh), FP4 by way of warps that unpack it (unpack.cuh); consumer warpgroups multiply them (multiply.cuh)
-// and store the tile (store.cuh, carry.cuh). The blocks walk the tiles in waves, which each thread computes (tiles.cuh) or,
-// of groups, one warp finds out (groups.cuh). What Config's constants mean, and which go together, says
-// sm90_layout.cuh.
+// and store the tile (store.cuh), or another warp does (carry.cuh). The blocks walk the tiles in waves, which each
+// thread computes (tiles.cuh) or, of groups, one warp finds out (groups.cuh). What Config's constants mean, and
+// which go together, says sm90_layout.cuh.
 //
 // Tiles of some configurations (kBehind) leave while the tensor core has the first products of the next one, and
 // their slots are held until that one is done with.
@@ -103,7 +103,8 @@ __device__ __forceinline__ void consume(const Params& params, const Room<C>& roo
 // What a warp of the producer's warpgroup does. Each has a way out of its own: what another one needs takes none of
 // its registers.
 template <class C, class Work>
-__device__ __forceinline__ void produce(const Params& params, const Room<C>& room, const Work& tiles, u32 role) {
+__device__ __forceinline__ void produce(const Params& params, const Room<C>& room, const Work& tiles,
+                                        u32 role) {
     using L = Layout<C>;
     if (role == 0) {
         if (elect_one())
@@ -114,11 +115,8 @@ __device__ __forceinline__ void produce(const Params& params, const Room<C>& roo
         if (role == 1)
             return Scheduler<C>(params, room).run();
     if constexpr (L::kCarries)
-        if (role == 2) {
-            if (elect_one())
-                Carrier<C>{params, room}.run(tiles);
-            return;
-        }
+        if (role == 2)
+            return Carrier<C>{params, room}.run(tiles);
     if constexpr (L::kUnpacks)
         if (role >= 4 - kUnpackers)
             Unpacker<C>{room}.run(tiles);

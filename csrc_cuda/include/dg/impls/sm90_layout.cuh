@@ -120,8 +120,8 @@ struct Layout {
     static constexpr bool kGather = C::kSwap || C::kSplit > 1;
     // A tile's first K block stands by itself: under its products the next tile is looked up. Other scales than
     // those of blocks would make wide tiles spill.
-    static constexpr bool kAlone =
-        C::kScaleP == kScaleRow && C::kScaleQ == kScaleBlock && C::kTmaStore && !C::kStream && C::kConsumers >= 2;
+    static constexpr bool kAlone = C::kScaleP == kScaleRow && C::kScaleQ == kScaleBlock && C::kTmaStore &&
+                                   !C::kStream && C::kConsumers >= 2;
     // And the totals of the tile before leave under them, which have registers of their own. Three warpgroups would
     // take 2 % longer so.
     static constexpr bool kBehind = kAlone && C::kConsumers == 2;
@@ -151,7 +151,6 @@ struct Layout {
     static_assert(!kUnpacks || C::kElementBytes == 1, "FP4 becomes FP8");
     static_assert(!(C::kPMnMajor || C::kQMnMajor) || C::kElementBytes == 2, "FP8 is multiplied K-major");
     static_assert(!C::kTmaStore || (C::kBoxes > 0 && C::kBoxes <= kTileBoxes), "a box has 64 columns");
-    static_assert(!kBehind || kAlone, "a tile leaves under the first K block of the next one");
     static_assert(C::kScaleSteps == 1 || (C::kScaleP == kScaleRow && C::kScaleQ == kScaleRow && !C::kPairs),
                   "scales of 32 of K belong to single rows on both sides");
     static_assert(!C::kScaleKMajor || C::kScaleP != kScaleRow || C::kScaleQ != kScaleRow,

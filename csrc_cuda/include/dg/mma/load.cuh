@@ -60,32 +60,13 @@ struct Loader {
                          : kEvictNormal};
     }
 
-    // The 64-row parts of a tile of P that are loaded.
-    struct Parts {
-        static constexpr u32 kAll = L::kBlockP / 64;
-        u32 from, to;
-
-        __device__ __forceinline__ u32 left_out() const {  // in bytes
-            return L::kPartLoads ? (kAll - (to - from)) * 64 * kBlockK : 0;
-        }
-    };
-    // Those that have rows of the tile's group, from the first to the last one.
-    __device__ __forceinline__ static Parts parts_of(const Tile& tile) {
-        if constexpr (!L::kPartLoads)
-            return {0, Parts::kAll};
-        const Rows of = Rows::of(tile);
-        const u32 to = of.end > tile.row_p ? min(cdiv(of.end - tile.row_p, 64u), Parts::kAll) : 0;
-        const u32 from = !L::kGroupedA && of.begin > tile.row_p ? (of.begin - tile.row_p) / 64 : 0;
-        return {min(from, to), to};
-    }
-
     template <class Work>
     __device__ __forceinline__ void run(const Work& work) const {
         const Policies policy = policies();
         Ring<C::kStages> ring;
         work.template for_each<false>([&](Tile tile, typename Work::Next next) {
             next();  // at the end it would take registers that FP4 does not leave
-            const Parts parts = parts_of(tile);
+            const Loaded<C> parts = Loaded<C>::of(tile);
             for (u32 k = tile.first_k; k < tile.last_k; ++k, ring.advance()) {
                 const u32 s = ring.stage;
                 const Shared ready = room.full + s * 8, packed = room.packed() + s * 8;
@@ -104,7 +85,8 @@ struct Loader {
                             tile.row_p + part * 64, tile.group, policy.p);
                 } else {
                     load<C::kPMnMajor, L::kGroupedP, L::kBlockP>(
-                        &params.p_map, C::kPFp4 ? packed : ready, C::kPFp4 ? room.packed_p(s) : room.stage_p(s),
+                        &params.p_map, C::kPFp4 ? packed : ready,
+                        C::kPFp4 ? room.packed_p(s) : room.stage_p(s),
                         k * (C::kPFp4 ? L::kPackedBytes : L::kElements), tile.row_p, tile.group, policy.p);
                 }
                 load<C::kQMnMajor, L::kGroupedQ, L::kRowsQ>(

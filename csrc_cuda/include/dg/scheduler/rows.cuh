@@ -20,6 +20,30 @@ struct Rows {
     }
 };
 
+// The 64-row parts of a tile of P that are loaded: of groups those from the first to the last one that has a row of
+// the tile's group.
+template <class C>
+struct Loaded {
+    using L = Layout<C>;
+    static constexpr u32 kAll = L::kBlockP / 64;
+
+    u32 from, to;
+
+    __device__ __forceinline__ static Loaded of(const Tile& tile) {
+        if constexpr (!L::kPartLoads)
+            return {0, kAll};
+        const Rows rows = Rows::of(tile);
+        const u32 to = rows.end > tile.row_p ? min(cdiv(rows.end - tile.row_p, 64u), kAll) : 0;
+        const u32 from = !L::kGroupedA && rows.begin > tile.row_p ? (rows.begin - tile.row_p) / 64 : 0;
+        return {min(from, to), to};
+    }
+
+    // Bytes of a stage that do not come.
+    __device__ __forceinline__ u32 left_out() const {
+        return L::kPartLoads ? (kAll - (to - from)) * 64 * kBlockK : 0;
+    }
+};
+
 // A group's rows, from `first` to `end`, and the end of the rows behind them that become zero.
 struct Stretch {
     u32 first, end, zeros;
