@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from hypothesis import strategies as st
@@ -171,3 +171,15 @@ def layouts(draw: st.DrawFn, grouping: str) -> Layout:
     if grouping == "masked":
         return random_counts(rows, groups, draw(_hints), seed)
     return Layout("batched", groups, rows)
+
+
+def strange(layout: Layout, share: float, rng: random.Random) -> Layout:
+    """Some of the values replaced by others, most of which no layout should have."""
+    edges = (INT_MIN, INT_MIN + 1, -129, -2, -1, 0, INT_MAX - 1, INT_MAX)
+    bound = layout.groups if layout.grouping == "contiguous" else layout.rows
+    found: list[int] = []
+    for value in layout.values:
+        last = min(max(found[-1], 0), bound) if found else 0
+        some = (*edges, bound - 1, bound, bound + 1, last - 1, last, last + 1, rng.randint(-9, bound + 9))
+        found.append(rng.choice(some) if rng.random() < share else value)
+    return replace(layout, values=tuple(found))

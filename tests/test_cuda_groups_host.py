@@ -29,7 +29,6 @@ from .cuda_compilers import ROOT, shared_library
 from .cuda_grouped_layouts import (
     GROUPINGS,
     INT_MAX,
-    INT_MIN,
     LABEL_STYLES,
     Layout,
     counts_of,
@@ -38,6 +37,7 @@ from .cuda_grouped_layouts import (
     random_labels,
     runs,
     seeds,
+    strange,
 )
 
 INCLUDE = ROOT / "csrc_cuda" / "include"
@@ -302,18 +302,6 @@ def check_shares(grid: Grid, case: Case) -> None:
 
 
 # Cases ------------------------------------------------------------------------------------------------------
-
-
-def strange(layout: Layout, share: float, rng: random.Random) -> Layout:
-    """Some of the values replaced by others, most of which no layout should have."""
-    edges = (INT_MIN, INT_MIN + 1, -129, -2, -1, 0, INT_MAX - 1, INT_MAX)
-    bound = layout.groups if layout.grouping == "contiguous" else layout.rows
-    found: list[int] = []
-    for value in layout.values:
-        last = min(max(found[-1], 0), bound) if found else 0
-        some = (*edges, bound - 1, bound, bound + 1, last - 1, last, last + 1, rng.randint(-9, bound + 9))
-        found.append(rng.choice(some) if rng.random() < share else value)
-    return replace(layout, values=tuple(found))
 
 
 def plain(draw: st.DrawFn, grouping: str, groups: int, most: int, rng: random.Random) -> Layout:

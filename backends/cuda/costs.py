@@ -94,7 +94,7 @@ BEGIN = 0.82  # us: barriers, tensor maps; fitted
 FIRST_LOAD = 0.58  # us: until the first K block is there, which the curve of reading has in it; fitted
 # Clocks from one tile to the next, its store left out, and the same where sums change their layout; fitted.
 TILE, GATHER_TILE = 1557.0, 1430.0
-# Of them what a warp saves that takes boxes to D. Of groups: dense products were not timed since there is one.
+# Of them what a warp saves that takes boxes to D; of groups: dense products were not timed since then.
 CARRIED = 550.0
 THREE_TILE = 0.555  # of that time with three warpgroups, since two go on multiplying; fitted
 STORE_RATE = 30.8  # bytes a clock and SM; fitted
