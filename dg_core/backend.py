@@ -73,6 +73,19 @@ class Gemm:
     head_splits: tuple[int, int, int] | None = None
     packed_axes: tuple[int, int] = (0, 0)
 
+    @property
+    def groups_with_rows(self) -> int:
+        """How many groups can have rows: where they share A, a labelled row is one of a group, and those of a
+        psum layout start at multiples of the alignment."""
+        if self.grouping not in ("contiguous", "psum"):
+            return self.groups
+        return min(self.groups, -(-self.m // self.rows_apart))
+
+    @property
+    def rows_apart(self) -> int:
+        """Rows from one group's beginning to the next one's, at least."""
+        return max(self.alignment, 1) if self.grouping == "psum" else 1
+
 
 @dataclass(frozen=True)
 class KGrouped:

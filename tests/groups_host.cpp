@@ -1,6 +1,7 @@
 // The scheduler of grouped products on a CPU: its device code, and what that needs of a card.
 //
-// A block is the scheduler's warp, the thread that loads and one warp that stores, each lane a fiber of its own.
+// A block is the scheduler's warp, the thread that loads, one warp that stores and, where tiles have one, the carrier's,
+// each lane a fiber of its own.
 // Lanes run in an order that a seed gives, as far as the next operation of their warp or the next barrier, and one of
 // them as late as can be; so the code meets orders of events that a card may seldom show. Where nobody can go on, the
 // run ends and says so.
@@ -62,8 +63,8 @@ struct Fiber {
     }
 };
 
-Fiber fibers[2 * kLanes + 1];
-Warp warps[3];
+Fiber fibers[3 * kLanes + 1];
+Warp warps[4];
 Fiber* current;
 jmp_buf chooser;
 const char* failure;  // why the run ended early
@@ -372,7 +373,12 @@ struct Block {
         const dg::sm90::Output<C> out(*params);
         const u32 lane = threadIdx.x % 32;
         u64 count = first_record;
+        u32 free = 1;
         auto leave = [&](const dg::sm90::Tile& tile, const dg::sm90::Tile& next) {
+            if constexpr (L::kCarries) {
+                dg::ptx::mbarrier_wait(room.free(0), free);
+                free ^= 1;
+            }
             const dg::sm90::Rows of = dg::sm90::Rows::of(tile);
             Record mine = record(tile, next);
             mine.mixed = of.mixed;
@@ -397,6 +403,11 @@ struct Block {
                     0};
             }
             ++count;
+            if constexpr (L::kCarries) {
+                __syncwarp();
+                if (lane == 0)
+                    dg::ptx::mbarrier_arrive(room.filled(0));
+            }
         };
         bool any = false;
         dg::sm90::Tile before{}, after{};
@@ -412,6 +423,26 @@ struct Block {
             leave(before, after);
     }
     static inline u64 first_record;
+
+    // In the place of the carrier: it sees the tile that has just been stored, and its rows.
+    static void carry() {
+        if constexpr (L::kCarries) {
+            u64 count = first_record;
+            u32 parity = 0;
+            dg::sm90::Queue<C>{room}.template for_each<true>(
+                [&](dg::sm90::Tile tile, typename dg::sm90::Queue<C>::Next next) {
+                    Record mine = record(tile, next());
+                    dg::ptx::mbarrier_wait(room.filled(0), parity);
+                    mine.mixed = dg::sm90::Rows::of(tile).mixed;
+                    if (records.size() != count + 1 || std::memcmp(&records[count], &mine, sizeof(mine)) != 0)
+                        fail("who carries sees another tile than who has stored");
+                    ++count, parity ^= 1;
+                    __syncwarp();
+                    if (threadIdx.x % 32 == 0)
+                        dg::ptx::mbarrier_arrive(room.free(0));
+                });
+        }
+    }
 
     static void init(dg::ptx::Shared address, u32 arrivals) {
         Barrier& on = dg::ptx::barrier(address);
@@ -433,7 +464,9 @@ struct Block {
         }
         init(room.parts, 1);
         for (u32 s = 0; s < dg::sm90::kSlots; ++s)
-            init(room.given() + s * 8, 1), init(room.taken() + s * 8, 2);
+            init(room.given() + s * 8, 1), init(room.taken() + s * 8, 2 + L::kCarries);
+        if (L::kCarries)
+            init(room.filled(0), 1), init(room.free(0), 1);
     }
 
     static void run(u32 index) {
@@ -448,6 +481,7 @@ struct Block {
         for (u32 lane = 0; lane < kLanes; ++lane) {
             start(fibers[1 + lane], warps[1], lane, kLanes + lane, schedule);
             start(fibers[1 + kLanes + lane], warps[2], lane, 4 * kLanes + lane, store);
+            start(fibers[1 + 2 * kLanes + lane], warps[3], lane, 2 * kLanes + lane, carry);
         }
         if (!failure)
             run_fibers();

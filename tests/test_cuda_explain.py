@@ -183,19 +183,22 @@ def test_eight_kernels_at_most_for_each_task(op: str, n: int, k: int) -> None:
 
 
 def test_groups_beyond_the_rows_cost_nothing() -> None:
-    """Labelled rows meet no more groups than there are rows; batches have theirs."""
+    """Labelled rows meet no more groups than there are rows, end rows than begin there; a batch has all."""
     labelled = replace(problem_of("m_grouped_bf16_gemm_nt_contiguous"), m=3, groups=256)
     assert explain.tasks(labelled)[0].groups == 3
-    assert explain.tasks(replace(labelled, grouping="psum"))[0].groups == 3
+    assert explain.tasks(replace(labelled, grouping="psum", alignment=2))[0].groups == 2
     assert explain.tasks(replace(labelled, grouping="masked"))[0].groups == 256
 
 
 @pytest.mark.parametrize("psum", [False, True])
 @pytest.mark.parametrize("name", ["m_grouped_fp8_gemm_nt_contiguous", "m_grouped_bf16_gemm_nt_contiguous"])
 def test_kernels_of_fewer_rows_than_groups_are_named_too(name: str, psum: bool) -> None:
-    """The chooser is told of no more groups than rows, so each such M is a choice among others."""
+    """The chooser is told of no more groups than can have rows, so each such M is a choice among others."""
     sizes, storage = {"N": 4096, "K": 7168, "G": 24}, calls.Storage(psum=psum)
-    problems = {m: calls.call_of(name, {"M": m, **sizes}, storage).problem for m in (*range(1, 27), 5000)}
+    problems = {
+        m: calls.call_of(name, {"M": m, **sizes}, storage).problem
+        for m in (*range(1, 27), *range(100, 3100, 150), 5000)
+    }
     sources = explain.sources(problems[1])
     assert explain.sources(problems[5000]) == sources, "the kernels depend on M"
     for m, problem in problems.items():
@@ -300,3 +303,25 @@ def test_they_compile(kind: str) -> None:
         report = compiler.compile(sources[config.name], config.name, options).report
         assert report.known
         assert (report.local, report.spills, report.warnings) == (0, 0, ())
+
+
+def test_psum_layouts_have_as_many_groups_as_their_alignment_leaves() -> None:
+    """1024 rows hold eight groups at multiples of 128 rows: 256 groups get the kernel of eight."""
+    many = Gemm(
+        "m_grouped_fp8_gemm_nt_contiguous",
+        "psum",
+        1024,
+        512,
+        512,
+        256,
+        BLOCK_1X128,
+        BLOCK_128X128,
+        alignment=128,
+    )
+    few = replace(many, groups=8)
+    assert many.groups_with_rows == few.groups_with_rows == 8
+    assert gemm.grouping_of(many) == gemm.grouping_of(few)
+    assert explain.words(many) == explain.words(few)
+    assert replace(many, grouping="contiguous").groups_with_rows == 256
+    assert replace(many, grouping="masked").groups_with_rows == 256
+    assert replace(many, m=0).groups_with_rows == 0

@@ -85,7 +85,7 @@ def sources(problem: Problem) -> dict[str, str]:
         return transforms.sources(problem)
     if not isinstance(problem, Gemm) or is_blas(problem.op) or _empty(problem):
         return {}
-    many = replace(problem, m=max(problem.m, problem.groups))
+    many = replace(problem, m=max(problem.m, problem.groups * problem.rows_apart))
     configs = [config for task in tasks(many) for config in sweep(task, PROCESSORS, wishes())]
     for few in _few_rows(problem):
         configs += [choose(task, PROCESSORS, wishes()).config for task in tasks(few)]
@@ -99,8 +99,11 @@ def sources(problem: Problem) -> dict[str, str]:
 
 def _few_rows(problem: Gemm) -> Iterator[Gemm]:
     """The problem at every M of which the chooser is told of fewer groups than there are, so that the sweep
-    of all groups may lack its choice. Without hints: of so few rows they would say more than the mean."""
-    for m in range(1, min(problem.groups, MOST_FEW)):
+    of all groups may lack its choice. Without hints: of so few rows they would say more than the mean. Of M
+    it is told the alignment alone where two groups of a psum layout fit in."""
+    apart = problem.rows_apart
+    alone = range(1, min(apart, MOST_FEW) + 1)
+    for m in (*alone, *range(2 * apart, min(problem.groups, MOST_FEW) * apart, apart)):
         few = replace(problem, m=m, expected_m=0)
         if grouping_of(few)["groups"] == problem.groups:
             return

@@ -135,11 +135,10 @@ def expected_rows(problem: Gemm) -> int:
 
 
 def grouping_of(problem: Gemm) -> dict[str, Any]:
-    """What the chooser is told of groups: of labelled rows no more than there are rows."""
-    shared = problem.grouping in ("contiguous", "psum")
+    """What the chooser is told of groups: no more than can have rows, and one at least."""
     return {
         "grouping": problem.grouping,
-        "groups": max(min(problem.groups, problem.m), 1) if shared else problem.groups,
+        "groups": max(problem.groups_with_rows, 1),
         "alignment": problem.alignment if problem.grouping == "contiguous" else 0,
     }
 

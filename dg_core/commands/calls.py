@@ -223,13 +223,6 @@ def _checked(op: Op, storage: Storage, sizes: Mapping[str, int]) -> Storage:
 # Work -------------------------------------------------------------------------------------------------------
 
 
-def groups_with_rows(problem: Gemm) -> int:
-    """How many groups of contiguous rows can have any: a labelled row is one of a group, and those of a psum
-    layout start at multiples of the alignment."""
-    apart = problem.alignment if problem.grouping == "psum" else 1
-    return min(problem.groups, ceil_div(problem.m, apart))
-
-
 def _work(op: Op, dims: Mapping[str, int], tensors: Tensors, problem: Problem) -> Cost:
     """The work of a call in which every row is valid and as many groups have rows as can.
 
@@ -239,7 +232,7 @@ def _work(op: Op, dims: Mapping[str, int], tensors: Tensors, problem: Problem) -
     moved: dict[str, torch.Tensor | None] = dict(zip(op.positions, tensors, strict=False))
     returned = tensors[len(moved) :]
     if isinstance(problem, Gemm) and problem.grouping in ("contiguous", "psum"):
-        groups = groups_with_rows(problem)
+        groups = problem.groups_with_rows
         if not groups:
             return Cost(0, 0)
         for name in ("b", "sfb"):

@@ -56,12 +56,16 @@ def fail_device(op: str, arg: Arg, x: Tensor, first: Arg, device: torch.device) 
     )
 
 
-def check_storage(op: str, arg: Arg, x: Tensor) -> None:
-    """Refuse strides that the declared storage rules out, and tensors that have none."""
+def check_layout(op: str, arg: Arg, x: Tensor) -> None:
     if x.layout is not torch.strided:
         raise DTypeError(
             f"{op}: {arg.name} has layout {x.layout}; it must be torch.strided (signature: {arg.signature})"
         )
+
+
+def check_storage(op: str, arg: Arg, x: Tensor) -> None:
+    """Refuse strides that the declared storage rules out, and tensors that have none."""
+    check_layout(op, arg, x)
     shape, stride = tuple(x.shape), x.stride()
     unit = [st == 1 or size <= 1 for size, st in zip(shape, stride, strict=True)]
     rule = ""
@@ -80,7 +84,7 @@ def check_storage(op: str, arg: Arg, x: Tensor) -> None:
 
 
 _USED_BY_CHECKS: tuple[Any, ...] = (
-    Tensor, align, ceil_div, logical_shape, check_storage,
+    Tensor, align, ceil_div, logical_shape, check_layout, check_storage,
     fail_axis, fail_device, fail_dtype, fail_not_tensor, fail_rank,
 )  # fmt: skip
 
@@ -124,8 +128,8 @@ def _check_lines(op: Op, position: int, arg: Arg, bound: list[str]) -> Iterator[
         else:
             source = axis_source(expression)
             yield f"{indent}if shape[{axis}] != {source}: fail_axis(OP, {spec}, {name}, {axis}, {source})"
-    if arg.out or arg.storage != "any":
-        yield f"{indent}check_storage(OP, {spec}, {name})"
+    check = "storage" if arg.out or arg.storage != "any" else "layout"
+    yield f"{indent}check_{check}(OP, {spec}, {name})"
 
 
 def make_check(op: Op) -> Callable[..., dict[str, int]]:

@@ -28,8 +28,8 @@ class Fault:
 
 
 def faults(op: Op, tensors: Tensors, options: Options) -> Iterator[Fault]:
-    """Wrong variants of a valid call: each tensor of a wrong type, dtype, rank, device, size and storage, or
-    missing, and each option outside its limits."""
+    """Wrong variants of a valid call: each tensor of a wrong type, dtype, layout, rank, device, size and
+    storage, or missing, and each option outside its limits."""
     seen: set[str] = set()
     for position, arg in enumerate(op.args):
         axes = arg.axes.split()
@@ -61,6 +61,8 @@ def _tensor_faults(
     yield "dtype", dtype, DTypeError, (dtype_name(dtype.dtype), *map(dtype_name, arg.dtypes))
     if other:
         yield "device", x.to("meta"), DeviceError, ("meta", str(x.device))
+    sparse = torch.empty(x.shape, dtype=x.dtype, device=x.device, layout=torch.sparse_coo)
+    yield "layout", sparse, DTypeError, ("torch.sparse_coo", "torch.strided", arg.signature)
     if arg.axes:
         yield "rank", x.unsqueeze(0), ShapeError, (str((1, *x.shape)), arg.signature)
     for axis, named in enumerate(bound):
@@ -76,8 +78,8 @@ def _tensor_faults(
             )
             yield f"axis {axis}", grown, ShapeError, needles
     if arg.storage != "any" and x.dim() and min(x.shape) > 1:
-        sparse = x.new_empty([2 * size for size in x.shape])[(slice(None, None, 2),) * x.dim()]
-        yield "strides", sparse, ShapeError, (str(tuple(x.shape)), str(sparse.stride()), arg.signature)
+        spaced = x.new_empty([2 * size for size in x.shape])[(slice(None, None, 2),) * x.dim()]
+        yield "strides", spaced, ShapeError, (str(tuple(x.shape)), str(spaced.stride()), arg.signature)
     if arg.out and x.dim() > 1 and min(x.shape) > 1:
         overlapping = x[:1].expand(x.shape)
         yield (

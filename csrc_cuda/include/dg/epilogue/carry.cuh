@@ -12,7 +12,7 @@ namespace dg::sm90 {
 template <class C>
 struct Carrier {
     using L = Layout<C>;
-    static constexpr u32 kPanels = C::kBlockQ / kBoxColumns;
+    static constexpr u32 kPanels = L::kPanels;
 
     const Params& params;
     const Room<C>& room;
@@ -50,8 +50,7 @@ struct Carrier {
         for (u32 i = 0; i < C::kSubs * 4; ++i) {
             const u32 sub = i / 4, warp = i % 4;
             const u32 row = tile.row_p + (w * C::kSubs + sub) * 64 + warp * 16;
-            const Shared boxes =
-                room.base + L::kStoreOffset + ((w * 4 + warp) * C::kBoxes + sub * kPanels) * kBoxBytes;
+            const Shared boxes = room.boxes(w, warp, sub * kPanels);
             if (Output<C>::whole(row, of)) {
                 if (leader) {
 #pragma unroll

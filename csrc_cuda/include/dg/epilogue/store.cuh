@@ -33,8 +33,8 @@ struct Store {
     using Totals = typename Me::Totals;
     static constexpr u32 kGroups = Promotion<C>::kGroups;
     static constexpr u32 kThreads = kWarpgroup * C::kConsumers;
-    static constexpr u32 kPanels = C::kBlockQ / kBoxColumns;  // of boxes
-    static constexpr u32 kAllBarrier = 4;                     // a named barrier, of all consumers
+    static constexpr u32 kPanels = L::kPanels;
+    static constexpr u32 kAllBarrier = 4;  // a named barrier, of all consumers
 
     const Params& params;
     Room<C> room;
@@ -94,7 +94,7 @@ struct Store {
     __device__ __forceinline__ void bulk(const Totals& total, const Me& me, const Tile& tile,
                                          const Rows& of) {
         const u32 warp = __shfl_sync(0xffffffff, me.warp, 0);  // known to be the same in all lanes
-        const Shared boxes = room.base + L::kStoreOffset + (me.w * 4 + warp) * C::kBoxes * kBoxBytes;
+        const Shared boxes = room.boxes(me.w, warp);
         const u32 row0 = tile.row_p + me.part + warp * 16, column = tile.row_q;
         // The same lane at all times: bulk copies are waited for by who made them.
         const bool leader = elect_one();

@@ -112,7 +112,8 @@ struct Layout {
     static constexpr u32 kPackedStage = align(kPackedP + kPackedQ, 128u);
     static constexpr u32 kPackedOffset = C::kStages * kStageBytes;
     static constexpr u32 kScaleOffset = kPackedOffset + C::kStages * kPackedStage;
-    static constexpr u32 kTileBoxes = C::kSubs * (C::kBlockQ / kBoxColumns);  // of one warp
+    static constexpr u32 kPanels = C::kBlockQ / kBoxColumns;  // boxes beside each other
+    static constexpr u32 kTileBoxes = C::kSubs * kPanels;     // of one warp
     static constexpr u32 kStoreOffset = align(kScaleOffset + C::kStages * kScaleStage, 1024u);
     static constexpr u32 kStoreBytes = C::kTmaStore ? C::kConsumers * 4 * C::kBoxes * kBoxBytes : 0;
     // Sums on their way to D's layout, or to the block of the cluster that adds the parts: from each block
@@ -198,6 +199,11 @@ struct Room {
         return base + L::kScaleOffset + s * L::kScaleStage;
     }
     __device__ __forceinline__ Shared scales_q(u32 s) const { return scales_p(s) + L::kScaleAtQ; }
+
+    // The boxes of a consumer's warp, from number `first` on.
+    __device__ __forceinline__ Shared boxes(u32 w, u32 warp, u32 first = 0) const {
+        return base + L::kStoreOffset + ((w * 4 + warp) * C::kBoxes + first) * kBoxBytes;
+    }
 
     // Hands a stage back to the producer, one arrival a warp.
     __device__ __forceinline__ void release(u32 stage, u32 lane) const {

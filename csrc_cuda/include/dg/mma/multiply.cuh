@@ -152,7 +152,7 @@ struct Multiplier {
 
     // Multiplies one tile. Where a group has fewer rows than the tile, 64-row parts without any are left out.
     // `behind` tells the tile that follows. With kAlone it is called once the first products are on their way, which
-    // all parts have; until then `total` is the tile's before.
+    // all parts have; until then `total` is the tile's before with kBehind, and nobody's without.
     template <class Behind>
     __device__ __forceinline__ void run(Totals& total, Tile tile, Behind behind) {
         Factor f{};
@@ -174,6 +174,7 @@ struct Multiplier {
             for (u32 sub = 0; sub < C::kSubs; ++sub)
                 clear(total[sub]);
         }
+        // Parts that are multiplied are loaded: Loaded (rows.cuh) has the same rule.
         constexpr bool kLeavesOut = L::kGrouped && !C::kSwap;
         const Rows of = kLeavesOut ? Rows::of(tile) : Rows{~0u, 0, 0, 0};
         const u32 first = tile.row_p + part;

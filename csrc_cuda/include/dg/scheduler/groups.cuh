@@ -1,8 +1,8 @@
 // Tiles of products in groups: which rows belong to which group is known on the device alone.
 //
 // One warp of a block, the scheduler, reads labels, counts or end rows and hands tiles on through a few slots of
-// shared memory: to the thread that loads, to the warps that unpack, and to those that multiply. So whoever works
-// on a tile waits for none of these reads, and all of them agree.
+// shared memory: to the thread that loads, to the warps that unpack and carry, and to those that multiply. So whoever
+// works on a tile waits for none of these reads, and all of them agree.
 //
 // What the device holds is not trusted: a label outside of [0, groups) is padding; of counts and ends says rows.cuh.
 #pragma once
@@ -160,8 +160,8 @@ struct Scheduler {
     // are contiguous, which is bfloat16.
     static constexpr u32 kFirstRows = 16 / ((C::kSwap ? C::kQMnMajor : C::kPMnMajor) ? 2 : sizeof(float));
 
-    // Whether groups whose one tile has few rows come last. Tiles of two and of four parts of 64 rows take up to twice
-    // as long as those of one: by chance, some blocks would get all of the long ones.
+    // Whether groups whose one tile has few rows come last, of each 32. Tiles of two and of four parts of 64 rows take
+    // up to twice as long as those of one: by chance, some blocks would get all of the long ones.
     static constexpr bool kShortLast = C::kGrouping == kMasked && !C::kSwap && kRowsA > 128;
 
     // Where a lane's tiles begin among those of 32 groups, and how many there are.

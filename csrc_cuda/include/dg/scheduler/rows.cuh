@@ -1,5 +1,5 @@
-// Which rows of A belong to a group, as the tensor on the device says: counts, or end rows (psum). It is not trusted:
-// counts and ends are clipped to the rows that there are.
+// Which rows of A belong to a group, as the tensor on the device says: labels, counts, or end rows (psum). It is not
+// trusted: counts and ends are clipped to the rows that there are.
 #pragma once
 
 #include <dg/scheduler/tiles.cuh>
