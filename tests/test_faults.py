@@ -30,9 +30,13 @@ def assert_poisoned(x: Tensor) -> None:
     assert bool((x.contiguous().view(torch.uint8) == POISON).all())
 
 
+def has_bytes(x: Tensor) -> bool:
+    return x.device.type != "meta" and x.layout is torch.strided
+
+
 def refuse(op: Op, tensors: tuple[Any, ...], options: tuple[Any, ...], error: type[Exception]) -> str:
     """Make a call that must fail with this very error and leave every output alone; returns the message."""
-    outputs = [x for i in op.outputs if isinstance(x := tensors[i], Tensor) and x.device.type != "meta"]
+    outputs = [x for i in op.outputs if isinstance(x := tensors[i], Tensor) and has_bytes(x)]
     # A view of an output that overlaps itself cannot be viewed as bytes; its storage can.
     storages = [torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()) for x in outputs]
     for storage in storages:
