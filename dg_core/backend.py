@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, get_args, runtime_checkable
 import torch
 from torch import Tensor
 
-from .layout import ScaleFormat
+from .layout import ScaleFormat, ceil_div
 
 if TYPE_CHECKING:
     from .mega.layout import SymmLayout
@@ -79,7 +79,7 @@ class Gemm:
         psum layout start at multiples of the alignment."""
         if self.grouping not in ("contiguous", "psum"):
             return self.groups
-        return min(self.groups, -(-self.m // self.rows_apart))
+        return min(self.groups, ceil_div(self.m, self.rows_apart))
 
     @property
     def rows_apart(self) -> int:

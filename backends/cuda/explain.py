@@ -26,8 +26,8 @@ from .transpose import TRANSPOSE_BYTES
 PROCESSORS = WHOLE_CARD
 _FOUR = 4  # float32 scales in 16 bytes
 _STORED = ("nt", "nn", "tn", "tt")  # how operands are stored, in the names of operations
-# Numbers of rows below that of groups that are looked at one by one. Models have up to 512 experts, for which
-# it takes 3 s (labels) or 8 s (psum) on one core.
+# Numbers of groups with rows, and of rows of a single one, that are looked at one by one. Models have up to
+# 512 experts, for which it takes 10 s (labels) or 18 s (psum) on one core of an x86-64 machine with two.
 MOST_FEW = 512
 ALONG_K = -1  # packed FP4 that the kernels unpack themselves
 
