@@ -74,7 +74,7 @@ FLAT_GROUPS = 2.0
 # What a tile of 192 or 256 rows with those of two groups costs beside what it costs to multiply it twice, in
 # tiles. In 4 and 8 groups of about 4096 to 8192 rows that begin at multiples of 128 those of 256 rows took 5
 # to 8 % longer than those of 128 rows and 192 columns, and as long where no tile had rows of two; in 8 of
-# about 4096, N 6144, K 7168, those of 192 rows took 4 to 5 %, and in 4 of about 8192 as long or less.
+# about 4096, N 6144, K 7168, those of 192 rows took 3 to 5 %, and in 4 of about 8192 as long or less.
 STRADDLE = 2.0
 # Of the products that parts without rows would have, what is saved where one or two warpgroups multiply: the
 # others no longer hide behind them; of groups.
@@ -88,7 +88,7 @@ LEFT_OUT = 0.25
 LAST_WAVE, FULL_WAVE, READ_AGAIN, WIDE_READ = 0.28, 0.05, 0.12, 0.06
 # And what second tiles of A as P add to the work of the blocks, of groups with an A each. Where 32 have about
 # 192 rows each, tiles of 192 rows, of which every other group needs two, took 3 to 7 % longer than the model
-# had it, and those of 128 rows, of which all need two, 2 to 8 %; 256 rows are one tile.
+# had it, and those of 128 rows, of which all need two, 1 to 8 %; 256 rows are one tile.
 TILES_AGAIN = 0.08
 BEGIN = 0.82  # us: barriers, tensor maps; fitted
 FIRST_LOAD = 0.58  # us: until the first K block is there, which the curve of reading has in it; fitted
